@@ -24,11 +24,11 @@ import numpy as np
 from bench.program import Outcome, Program
 from bench.training import Trained
 from mpipar import ops as ops_module
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.connect import Options
 from mpipar.comm.group import Comm
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import DirectTransport
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.errors import EXIT_CHECK_FAILED
@@ -109,7 +109,7 @@ def measure_calls(repeats: int) -> dict:
     from mpi4py import MPI
 
     recorder, mpi = Recorder(phase="F"), MPI.COMM_SELF.Dup()
-    wire = DirectTransport(ops_module.make("cpu", "float32"), mpi, Options())
+    wire = MpiTransport(ops_module.make("cpu", "float32"), mpi, Options())
     x, y = np.ones(16, np.float32), np.zeros(16, np.float32)
     pairs = pairs_of(mpi, Comm("tp", (0, 1), 0, wire, recorder), x, y)
     for name, pair in pairs.items():

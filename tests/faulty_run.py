@@ -22,8 +22,8 @@ import numpy as np
 
 from mpipar import cli, data
 from mpipar.checkpoint import save, weights
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.group import Comm
-from mpipar.comm.transport import HostTransport
 from mpipar.data.rows import Rows
 from mpipar.job import mpi, watchdog
 from mpipar.job.session import Session, guard
@@ -160,7 +160,7 @@ def slow(name, when=lambda *_: True, rank=None):
         request = plain(wire, *given)
         return LateRequest(request) if when(*given) else request
 
-    around(HostTransport, name, posted, rank)
+    around(MpiTransport, name, posted, rank)
 
 
 # --- ends, full disks, and runs that go on with a mistake
@@ -204,9 +204,9 @@ PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
     "reading the data": (data.rows, "load"),
     "forward": (LayerNorm, "forward"),
     "backward": (LayerNorm, "backward_input"),
-    "send": (HostTransport, "isend"),
-    "receive": (HostTransport, "irecv"),
-    "all-reduce": (HostTransport, "all_reduce"),
+    "send": (MpiTransport, "isend"),
+    "receive": (MpiTransport, "irecv"),
+    "all-reduce": (MpiTransport, "all_reduce"),
     "optimizer": (AdamW, "step"),
     "save": (save, "write_new"),
     "commit": (save, "put_in_place"),
@@ -286,7 +286,7 @@ LATE = {
     "between": lambda: pause(training.Run, "show_step", LATE_SECONDS),
     "dp link": lambda: slow("iall_reduce"),
     "tp link": lambda: pause(
-        HostTransport, "all_reduce", 0.03, lambda _wire, x, _op: x.size > 100, None
+        MpiTransport, "all_reduce", 0.03, lambda _wire, x, _op: x.size > 100, None
     ),  # not the norm
     "pp link": lambda: slow("irecv", lambda _x, peer, _tag: peer == 0, 1),  # from rank 0
 }
@@ -341,7 +341,7 @@ def faulty_bench():
         plain(wire, x, op)
         BENCH[NAME](x, next(calls))
 
-    around(HostTransport, "all_reduce", all_reduce, 1)
+    around(MpiTransport, "all_reduce", all_reduce, 1)
     around(
         cli,
         "main",

@@ -11,11 +11,11 @@ import pytest
 
 from mpipar import ops
 from mpipar.comm import groups, request, transport
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores, finish_passes_first
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import POLLS_BEFORE_SLEEP, PatientRequest
-from mpipar.comm.transport import HostTransport
 from mpipar.config.run import RunConfig
 
 
@@ -49,9 +49,9 @@ def test_a_message_that_is_nearly_there_is_not_slept_for(naps):
 
 @pytest.mark.parametrize("patient", [True, False])
 def test_sends_and_receives_are_patient_on_request(patient):
-    wire = HostTransport.__new__(HostTransport)  # without MPI
-    wire.patient, wire._isend = patient, lambda *_: Late(1)
-    wire.mpi = SimpleNamespace(Irecv=wire._isend)
+    wire = MpiTransport.__new__(MpiTransport)  # without MPI
+    wire.options, wire.mpi_isend = request.Options(patient=patient), lambda *_: Late(1)
+    wire.mpi = SimpleNamespace(Irecv=wire.mpi_isend)
     for made in (wire.isend(None, 1, 0), wire.irecv(None, 1, 0)):
         assert isinstance(made, PatientRequest) == patient
         assert made.Test()
@@ -71,7 +71,7 @@ def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
 
     def connect(ops, mpi_world, ranks, options):
         made.append((ranks, options.uneven))
-        return transport.NoTransport(ops)
+        return transport.ShapesTransport(ops)
 
     monkeypatch.setattr(groups, "connect", connect)
     grid, recorder = Grid(0, *layout), Recorder()

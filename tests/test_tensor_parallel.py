@@ -13,7 +13,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Record, Recorder, wire_bytes
-from mpipar.comm.transport import NoTransport
+from mpipar.comm.transport import ShapesTransport
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.partition import CUTS
 from mpipar.trace import pop, waits
@@ -42,7 +42,7 @@ def test_every_operation_of_a_cut_is_its_layer_s(cut):
     recorder, sizes = Recorder(), Sizes(1, 3, 5, 7)
     ops = TimedOps(ops_module.make("cpu", "float64"), recorder)
     ops.active = True
-    comm = Comm("tp", (0, 1), 1, NoTransport(ops), recorder)
+    comm = Comm("tp", (0, 1), 1, ShapesTransport(ops), recorder)
     product = CutProduct(ops, recorder, cut, comm, sizes)
     product.take(whole(sizes, "float64"))
     for phase in PHASES:

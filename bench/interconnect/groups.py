@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.connect import has_nccl, with_half_precision
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.grid import Grid
@@ -17,17 +18,21 @@ from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.request import Options
-from mpipar.comm.transport import DirectTransport
 from mpipar.errors import EnvironmentProblem
 
 POLL_SECONDS = 0.5e-3
 WIRES = {
-    "mpi-host": DirectTransport,
+    "mpi-host": MpiTransport,
     "mpi-cuda": DeviceTransport,
-    "staged": StagedTransport,
-    "nccl": NcclTransport,
+    "staged": lambda ops, mpi, options: StagedTransport(ops, in_host(ops, mpi, options)),
+    "nccl": lambda ops, mpi, options: NcclTransport(ops, in_host(ops, mpi, options)),
 }
 LINKS = ("same socket", "same node", "between nodes")
+
+
+def in_host(ops, mpi, options) -> MpiTransport:
+    """Return what carries copies in host memory."""
+    return MpiTransport(ops, mpi, options, ops.pinned)
 
 
 class Group(NamedTuple):

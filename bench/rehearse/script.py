@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mpipar.comm.record import Record, Recorder
 from mpipar.comm.request import Array, Request
-from mpipar.comm.transport import Counts, Exchanged, NoTransport
+from mpipar.comm.transport import Counts, Exchanged, ShapesTransport
 from mpipar.config.sections import Config
 from mpipar.data import rows
 from mpipar.study.explain.predict import worker_on_shapes
@@ -125,7 +125,7 @@ class Noted:
         self.notes.note(WAIT, self.number)
 
 
-class Listening(NoTransport):
+class Listening(ShapesTransport):
     """A transport that sends nothing and notes each call."""
 
     def __init__(self, ops: Any, notes: Notes):
@@ -172,7 +172,7 @@ def script_of(config: Config, world_rank: int) -> Script:
     notes.ops = worker.ops
     for comm in worker.comms.groups.values():
         if comm.size > 1:
-            comm.wire = Listening(worker.ops, notes)
+            comm.transport = Listening(worker.ops, notes)
     blank_batch = rows.blank_batch
     worker.train_step(1, lambda mb: blank_batch(worker.ops, config))
     calls = [

@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from mpipar.comm.algorithms import ALGORITHMS
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.request import Options
-from mpipar.comm.transport import DirectTransport, HostTransport, NoTransport, Transport
+from mpipar.comm.transport import ShapesTransport, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -33,33 +35,33 @@ def connect(
     """Return the transport for one group of world ranks.
 
     Comm: with an MPI world, one Split over the world, so every rank must connect its groups in the
-    same order, even a rank that is alone in its group. In the group, that of `kind_of` and of its
-    transport.
+    same order, even a rank that is alone in its group. In the group, that of `transport_of`.
     """
     if mpi_world is None:
-        return with_half_precision(NoTransport(ops), ops, len(ranks))
+        return with_half_precision(ShapesTransport(ops), ops, len(ranks))
     mpi_comm = split(mpi_world, ranks)
     if len(ranks) == 1 or options.all_reduce == "levels":  # levels are groups of their own
         options = options._replace(all_reduce="mpi")
-    kind = kind_of(ops, mpi_comm, options.all_reduce)
-    return with_half_precision(kind(ops, mpi_comm, options), ops, len(ranks))
+    return with_half_precision(transport_of(ops, mpi_comm, options), ops, len(ranks))
 
 
-def kind_of(ops: Any, mpi_comm: MPI.Intracomm, all_reduce: str) -> type[HostTransport]:
-    """Return the class that carries a group's arrays: MPI, or NCCL if each rank has its own GPU.
+def transport_of(ops: Any, mpi_comm: MPI.Intracomm, options: Options) -> Transport:
+    """Return what carries a group's arrays: MPI, or NCCL if each rank has its own GPU.
 
-    MPIPAR_NCCL=no excludes NCCL. all_reduce: an algorithm other than mpi adds up in host memory.
-    Comm: for a GPU, one or two gathers of facts over the group.
+    MPIPAR_NCCL=no excludes NCCL. An algorithm other than mpi adds up in host memory.
+    Comm: for a GPU, one or two gathers of facts over the group; that of the transport.
     """
+    algorithm = ALGORITHMS[options.all_reduce]
     if ops.device == "cpu":
-        return DirectTransport
-    if all_reduce != "mpi":
-        return StagedTransport
-    gpu = f"{platform.node()} {ops.xp.cuda.Device().pci_bus_id}"
-    alone = len(set(all_gather_facts(mpi_comm, gpu))) == mpi_comm.size > 1
-    if alone and all(all_gather_facts(mpi_comm, has_nccl())):
-        return NcclTransport
-    return DeviceTransport if cuda_aware() == "yes" else StagedTransport
+        return algorithm(ops, mpi_comm, options)
+    if options.all_reduce == "mpi":
+        gpu = f"{platform.node()} {ops.xp.cuda.Device().pci_bus_id}"
+        alone = len(set(all_gather_facts(mpi_comm, gpu))) == mpi_comm.size > 1
+        if alone and all(all_gather_facts(mpi_comm, has_nccl())):
+            return NcclTransport(ops, MpiTransport(ops, mpi_comm, options, ops.pinned))
+        if cuda_aware() == "yes":
+            return DeviceTransport(ops, mpi_comm, options)
+    return StagedTransport(ops, algorithm(ops, mpi_comm, options, ops.pinned))
 
 
 def has_nccl() -> bool:
@@ -71,9 +73,10 @@ def has_nccl() -> bool:
     return bool(nccl.available)
 
 
-def with_half_precision(wire: Transport, ops: Any, group_size: int) -> Transport:
+def with_half_precision(transport: Transport, ops: Any, group_size: int) -> Transport:
     """Return the transport, wrapped for 16-bit numbers if the ops compute with them."""
-    return HalfPrecisionTransport(wire, ops, group_size) if ops.dtype.itemsize == 2 else wire
+    narrow = ops.dtype.itemsize == 2
+    return HalfPrecisionTransport(transport, ops, group_size) if narrow else transport
 
 
 def cuda_aware() -> str:

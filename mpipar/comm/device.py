@@ -11,13 +11,11 @@ once a test sees that it is done. A wait or a blocking call first waits for all 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mpipar.comm.request import Array, Done, Options, Request
-from mpipar.comm.transport import Counts, Exchanged, HostTransport
-
-if TYPE_CHECKING:
-    from mpi4py import MPI
+from mpipar.comm.algorithms.mpi_library import MpiTransport
+from mpipar.comm.request import Array, Done, Request
+from mpipar.comm.transport import Counts, Exchanged
 
 
 class Leaving:
@@ -69,7 +67,7 @@ class Arriving:
         self.copies.use_after(self.copied)
 
 
-class DeviceTransport(HostTransport):
+class DeviceTransport(MpiTransport):
     """Hands CuPy arrays straight to a CUDA-aware MPI."""
 
     carrier = "MPI from device memory"
@@ -80,22 +78,22 @@ class DeviceTransport(HostTransport):
         return Done()
 
     def ireduce_scatter(self, x: Array) -> Request:
-        self.travel.ireduce_scatter(x).Wait()
+        super().ireduce_scatter(x).Wait()
         return Done()
 
 
-class StagedTransport(HostTransport):
+class StagedTransport:
     """Sends CuPy arrays through pinned host memory: device -> host -> MPI -> host -> device.
 
-    A blocking call ends when its result is on the device, so its record includes both copies.
+    host: the transport of the copies in host memory, by any algorithm. A blocking call ends when
+    its result is on the device, so its record includes both copies.
     """
 
-    carrier = "MPI through host memory"
+    carrier, in_order = "MPI through host memory", False
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
-        super().__init__(ops, mpi_comm, options)
-        self.copies = ops.copies
-        self.checked = options.check
+    def __init__(self, ops: Any, host: MpiTransport):
+        self.ops, self.host, self.copies = ops, host, ops.copies
+        self.max_tag = host.max_tag
 
     def _to_host(self, x: Array) -> Array:
         """Return x in host memory, for a call that blocks in MPI.
@@ -119,9 +117,6 @@ class StagedTransport(HostTransport):
         self._to_device(host, x)
         return x
 
-    def _new(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return self.ops.pinned(shape, dtype)
-
     def _in_place(self, call: Callable[[Array, Any], None], x: Array, argument: Any) -> None:
         """Make a call that changes x, on a copy of x in host memory."""
         host = self._to_host(x)
@@ -130,7 +125,7 @@ class StagedTransport(HostTransport):
 
     def _leave(self, x: Array, post: Callable[[Array], Request], host: Array = None) -> Leaving:
         leaving = Leaving(self.copies, x, post, host)
-        if self.checked:  # --check-comm blocks in MPI before each collective
+        if self.host.options.check:  # --check-comm blocks in MPI before each collective
             self.copies.hand_over(wait=True)
         return leaving
 
@@ -138,56 +133,51 @@ class StagedTransport(HostTransport):
         return self.ops.zeros(shape, dtype, label=label)
 
     def all_reduce(self, x: Array, op: str) -> None:
-        self._in_place(super().all_reduce, x, op)
+        self._in_place(self.host.all_reduce, x, op)
 
     def broadcast(self, x: Array, root: int) -> None:
-        self._in_place(super().broadcast, x, root)
+        self._in_place(self.host.broadcast, x, root)
 
     def reduce(self, x: Array, root: int) -> None:
-        self._in_place(super().reduce, x, root)
+        self._in_place(self.host.reduce, x, root)
 
     def iall_reduce(self, x: Array) -> Request:
-        leaving = self._leave(x, super().iall_reduce)
+        leaving = self._leave(x, self.host.iall_reduce)
         return Arriving(self.copies, leaving, leaving.host, x)
 
     def ireduce_scatter(self, x: Array) -> Request:
-        leaving = self._leave(x, super().ireduce_scatter)
+        leaving = self._leave(x, self.host.ireduce_scatter)
         return Arriving(self.copies, leaving, leaving.host[0], x[0])
 
     def iall_gather(self, x: Array) -> Request:
-        host, post = self.copies.room(x.shape, x.dtype), super().iall_gather
-        own = slice(self.mpi.rank, self.mpi.rank + 1)  # MPI reads no other part
-        leaving = self._leave(x[own], lambda _: post(host), host[own])
+        host, index = self.copies.room(x.shape, x.dtype), self.host.mpi.rank
+        own = slice(index, index + 1)  # MPI reads no other part
+        leaving = self._leave(x[own], lambda _: self.host.iall_gather(host), host[own])
         return Arriving(self.copies, leaving, host, x)
 
     def all_gather(self, x: Array, group_size: int) -> Array:
-        return self._new_on_device(super().all_gather(self._to_host(x), group_size))
+        return self._new_on_device(self.host.all_gather(self._to_host(x), group_size))
 
     def reduce_scatter(self, x: Array) -> Array:
-        return self._new_on_device(super().reduce_scatter(self._to_host(x)))
+        return self._new_on_device(self.host.reduce_scatter(self._to_host(x)))
 
     def all_to_all(self, x: Array) -> Array:
-        return self._new_on_device(super().all_to_all(self._to_host(x)))
+        return self._new_on_device(self.host.all_to_all(self._to_host(x)))
 
     def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
-        host, received = super().all_to_allv(self._to_host(x), counts, received)
+        host, received = self.host.all_to_allv(self._to_host(x), counts, received)
         return self._new_on_device(host), received
 
     def barrier(self) -> None:
         self.copies.hand_over(wait=True)
-        super().barrier()
-
-    def send(self, x: Array, peer: int, tag: int) -> None:
-        self.isend(x, peer, tag).Wait()
-
-    def recv(self, x: Array, peer: int, tag: int) -> None:
-        self.irecv(x, peer, tag).Wait()
-        self.ops.synchronize()
+        self.host.barrier()
 
     def isend(self, x: Array, peer: int, tag: int) -> Request:
-        post = super().isend
-        return self._leave(x, lambda host: post(host, peer, tag))
+        return self._leave(x, lambda host: self.host.isend(host, peer, tag))
 
     def irecv(self, x: Array, peer: int, tag: int) -> Request:
         host = self.copies.room(x.shape, x.dtype)
-        return Arriving(self.copies, super().irecv(host, peer, tag), host, x)
+        return Arriving(self.copies, self.host.irecv(host, peer, tag), host, x)
+
+    def close(self) -> None:
+        self.host.close()

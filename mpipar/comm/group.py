@@ -22,10 +22,8 @@ from typing import Any, NoReturn
 
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.record import (
-    DONE,
     NO_ENTRY,
     NO_TALLY,
-    TALLY,
     WAITED,
     Entry,
     Recorder,
@@ -34,7 +32,7 @@ from mpipar.comm.record import (
     close,
 )
 from mpipar.comm.request import Array, Request
-from mpipar.comm.transport import Alone, Counts, Exchanged, Transport
+from mpipar.comm.transport import Counts, Exchanged, SelfTransport, Transport
 
 IN_ORDER = SimpleNamespace(c_contiguous=True)
 NOTHING = SimpleNamespace(dtype="", flags=IN_ORDER)  # what a barrier sends
@@ -87,7 +85,7 @@ class Pending:
 class Comm:
     """One group of ranks along `axis`: their world ranks, and this rank's place `index`.
 
-    wire: its transport; None for a rank that is alone.
+    transport: None for a rank that is alone.
     check: compares a collective over the group before it is made (--check-comm), or None.
     """
 
@@ -96,7 +94,7 @@ class Comm:
         axis: str,
         ranks: tuple[int, ...],
         index: int,
-        wire: Transport | None,
+        transport: Transport | None,
         recorder: Recorder,
         check: CallCheck | None = None,
     ):
@@ -104,15 +102,17 @@ class Comm:
         self.ranks = ranks
         self.index = index
         self.size = len(ranks)
-        self._held = [held for held in (check, wire) if held is not None]
-        self.wire: Transport = Alone() if wire is None or self.size == 1 else wire
+        self._held = [held for held in (check, transport) if held is not None]
+        self.transport: Transport = (
+            SelfTransport() if transport is None or self.size == 1 else transport
+        )
         self.recorder = recorder
         self.check = check if self.size > 1 else None
         self.collectives = self.messages = 0  # calls so far; every member has made as many of these
         self._newest: dict[tuple[str, str, str], Tally] = {}  # by phase, operation and name
         self._drain: Callable[[], None] | None = None
-        if wire is not None and wire.ops.device == "cuda":
-            self._drain = wire.ops.synchronize
+        if transport is not None and transport.ops.device == "cuda":
+            self._drain = transport.ops.synchronize
 
     def _open(
         self,
@@ -122,12 +122,10 @@ class Comm:
         payload: int,
         peer: int = -1,
         tag: int = -1,
-        posted: int = 0,
     ) -> Entry:
         """Append the entry of an operation to the record, and return it, before the operation.
 
         First drains the stream that produced the array, because MPI does not wait for a device.
-        posted: when a send began whose message has already left.
 
         Finding a line number takes longer than all the rest. Most calls of a barrier come from the
         line of the previous call, so that line's tally is tried first.
@@ -136,7 +134,7 @@ class Comm:
             return NO_ENTRY
         if not x.flags.c_contiguous:
             refuse(operation, name, x)
-        if self._drain is not None and not posted:
+        if self._drain is not None:
             self._drain()
         recorder, frame = self.recorder, _getframe(2)
         call = recorder.phase, operation, name
@@ -157,7 +155,7 @@ class Comm:
             self.collectives = seq = self.collectives + 1
         else:
             self.messages = seq = self.messages + 1
-        now = posted or perf_counter_ns()
+        now = perf_counter_ns()
         entry = [
             now,
             now,
@@ -188,24 +186,24 @@ class Comm:
                 " libraries, which take them for signed; view them as a signed type, or convert"
             )
         entry = self._open("all_reduce", name, x, x.nbytes)
-        self.wire.all_reduce(x, op)
+        self.transport.all_reduce(x, op)
         return close(entry, x)
 
     def iall_reduce(self, x: Array, name: str) -> Pending:
         """Post an in-place sum of x over the group; x is done after `wait`."""
         entry = self._open("all_reduce", name, x, x.nbytes)
-        return Pending(self.wire.iall_reduce(x), entry, x)
+        return Pending(self.transport.iall_reduce(x), entry, x)
 
     def all_gather(self, x: Array, name: str) -> Array:
         """Return all ranks' x, stacked in group order: (...) -> (size, ...)."""
         entry = self._open("all_gather", name, x, x.nbytes * self.size)
-        return close(entry, self.wire.all_gather(x, self.size))
+        return close(entry, self.transport.all_gather(x, self.size))
 
     def reduce_scatter(self, x: Array, name: str) -> Array:
         """Sum x (size, ...) over the group and return this rank's part: -> (...)."""
         assert x.shape[0] == self.size, (x.shape, self.size)
         entry = self._open("reduce_scatter", name, x, x.nbytes)
-        return close(entry, self.wire.reduce_scatter(x))
+        return close(entry, self.transport.reduce_scatter(x))
 
     def ireduce_scatter(self, x: Array, name: str) -> Pending:
         """Post the sum of x (size, ...) over the group, of which each rank gets its part.
@@ -215,7 +213,7 @@ class Comm:
         """
         assert x.shape[0] == self.size, (x.shape, self.size)
         entry = self._open("reduce_scatter", name, x, x.nbytes)
-        return Pending(self.wire.ireduce_scatter(x), entry, x)
+        return Pending(self.transport.ireduce_scatter(x), entry, x)
 
     def iall_gather(self, x: Array, name: str) -> Pending:
         """Post an all-gather into x (size, ...), of which x[index] is this rank's part.
@@ -224,13 +222,13 @@ class Comm:
         """
         assert x.shape[0] == self.size, (x.shape, self.size)
         entry = self._open("all_gather", name, x, x.nbytes)
-        return Pending(self.wire.iall_gather(x), entry, x)
+        return Pending(self.transport.iall_gather(x), entry, x)
 
     def all_to_all(self, x: Array, name: str) -> Array:
         """Send part j of x (size, ...) to rank j; return the parts that the others sent here."""
         assert x.shape[0] == self.size, (x.shape, self.size)
         entry = self._open("all_to_all", name, x, x.nbytes)
-        return close(entry, self.wire.all_to_all(x))
+        return close(entry, self.transport.all_to_all(x))
 
     def all_to_allv(
         self,
@@ -252,62 +250,47 @@ class Comm:
         entry = self._open("all_to_allv", name, x, payload)
         if self.check is not None:
             self.check.rows(as_record(entry), row_bytes, counts, received)
-        return close(entry, self.wire.all_to_allv(x, counts, received))
+        return close(entry, self.transport.all_to_allv(x, counts, received))
 
     def broadcast(self, x: Array, root: int, name: str) -> Array:
         """Overwrite x with the root's x (root: place in the group) and return it."""
         entry = self._open("broadcast", name, x, x.nbytes, root)
-        self.wire.broadcast(x, root)
+        self.transport.broadcast(x, root)
         return close(entry, x)
 
     def reduce(self, x: Array, root: int, name: str) -> Array | None:
         """Sum x over the group on `root` (place in the group), in place; None elsewhere."""
         entry = self._open("reduce", name, x, x.nbytes, root)
-        self.wire.reduce(x, root)
+        self.transport.reduce(x, root)
         return close(entry, x if self.index == root else None)
 
     def barrier(self, name: str) -> None:
         """Return when every member has called it."""
         entry = self._open("barrier", name, NOTHING, 0)
-        self.wire.barrier()
+        self.transport.barrier()
         close(entry, None)
 
     def isend(self, x: Array, peer: int, tag: int, name: str) -> Pending:
         """Post a send of x to `peer` (place in the group); x must not be written until done."""
         entry = self._open("send", name, x, x.nbytes, peer, tag)
-        return Pending(self.wire.isend(x, peer, tag), entry, x)
+        return Pending(self.transport.isend(x, peer, tag), entry, x)
 
     def irecv(self, x: Array, peer: int, tag: int, name: str) -> Pending:
         """Post a receive into x from `peer`; x is valid after `wait`."""
         entry = self._open("recv", name, x, x.nbytes, peer, tag)
-        return Pending(self.wire.irecv(x, peer, tag), entry, x)
+        return Pending(self.transport.irecv(x, peer, tag), entry, x)
 
     def send(self, x: Array, peer: int, tag: int, name: str) -> None:
-        """Send x and wait until it is on its way.
-
-        The receiver waits for this call, so its entry is written after the message. Until then the
-        recorder holds what the entry is made of.
-        """
-        if not x.flags.c_contiguous:  # `_open` would notice after the message has left
-            refuse("send", name, x)
-        if self._drain is not None:
-            self._drain()
-        recorder, posted = self.recorder, perf_counter_ns()
-        recorder.open_send = self, x, peer, tag, name, posted, _getframe(1)
-        self.wire.send(x, peer, tag)
-        done = perf_counter_ns()
-        entry = self._open("send", name, x, x.nbytes, peer, tag, posted)
-        recorder.open_send = None
-        entry[DONE] = done
-        entry[TALLY].nanoseconds += done - posted
+        """Send x and wait until it is on its way."""
+        entry = self._open("send", name, x, x.nbytes, peer, tag)
+        self.transport.isend(x, peer, tag).Wait()
+        close(entry, None)
 
     def recv(self, x: Array, peer: int, tag: int, name: str) -> Array:
         """Receive into x and return it."""
         entry = self._open("recv", name, x, x.nbytes, peer, tag)
-        self.wire.recv(x, peer, tag)
-        entry[DONE] = done = perf_counter_ns()  # `close`, without one more call
-        entry[TALLY].nanoseconds += done - entry[WAITED]
-        return x
+        self.transport.irecv(x, peer, tag).Wait()
+        return close(entry, x)
 
     def zeros(self, ops: Any, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
         """Return a new array of zeros, in the memory that is best for the group's sums.
@@ -316,7 +299,7 @@ class Comm:
         """
         if self.size == 1:
             return ops.zeros(shape, dtype, label=label)
-        return self.wire.zeros(shape, dtype, label)
+        return self.transport.zeros(shape, dtype, label)
 
     def neighbor(self, steps: int) -> int:
         """Return the place `steps` further around the ring of the group's members."""
@@ -324,7 +307,7 @@ class Comm:
 
     def max_tag(self) -> int:
         """Return the largest message tag that this group's transport can carry."""
-        return self.wire.max_tag()
+        return self.transport.max_tag()
 
     def close(self) -> None:
         """Free what the transport and the check hold. Comm: every member, in the same order."""

@@ -68,12 +68,12 @@ class Comms(dict[str, Comm]):
                 own = own._replace(all_reduce="mpi")
             elif hosts is not None and len(set(hosts)) > 1:
                 levels, own = self._levels(axis, ranks, own, hosts)
-            wire = connect(ops, mpi_world, ranks, own)
+            transport = connect(ops, mpi_world, ranks, own)
             if options.check and mpi_world is not None:
                 check = CallCheck(split(mpi_world, ranks), ranks)
             if levels is not None:
-                return LeveledComm(axis, ranks, place, wire, recorder, check, levels)
-            return Comm(axis, ranks, place, wire, recorder, check)
+                return LeveledComm(axis, ranks, place, transport, recorder, check, levels)
+            return Comm(axis, ranks, place, transport, recorder, check)
 
         self.alone = Comm("alone", (grid.world_rank,), 0, None, recorder)
         world = tuple(range(grid.world_size))
@@ -106,13 +106,13 @@ class Comms(dict[str, Comm]):
         inside = "mpi" if options.all_reduce == "levels" else options.all_reduce
 
         def level(members: tuple[int, ...], algorithm: str) -> Comm:
-            wire = connect(
+            transport = connect(
                 self.ops,
                 self.mpi_world,
                 members,
                 options._replace(all_reduce=algorithm),
             )
-            return Comm(axis, members, members.index(own), wire, self.recorder)
+            return Comm(axis, members, members.index(own), transport, self.recorder)
 
         groups = level(near, inside), level(far, "mpi"), level(near, "mpi")
         one_host = len({hosts[member] for member in ranks}) == 1
@@ -125,9 +125,9 @@ class Comms(dict[str, Comm]):
         """What carries the bytes of this rank's groups between GPUs, as text."""
         return sorted(
             {
-                comm.wire.carrier
+                comm.transport.carrier
                 for comm in self.groups.values()
-                if comm.size > 1 and comm.wire.ops.device == "cuda"
+                if comm.size > 1 and comm.transport.ops.device == "cuda"
             }
         )
 

@@ -21,11 +21,15 @@ from mpipar.comm.transport import Counts, Exchanged, Transport
 class HalfPrecisionTransport:
     """A transport for groups of `group_size` ranks whose ops have a 16-bit dtype."""
 
-    def __init__(self, wire: Transport, ops: Any, group_size: int):
-        self.wire, self.ops, self.group_size = wire, ops, group_size
-        self.barrier, self.max_tag, self.close = wire.barrier, wire.max_tag, wire.close
-        self.zeros = wire.zeros
-        self.carrier, self.in_order = wire.carrier, wire.in_order
+    def __init__(self, transport: Transport, ops: Any, group_size: int):
+        self.transport, self.ops, self.group_size = transport, ops, group_size
+        self.barrier, self.max_tag, self.close = (
+            transport.barrier,
+            transport.max_tag,
+            transport.close,
+        )
+        self.zeros = transport.zeros
+        self.carrier, self.in_order = transport.carrier, transport.in_order
 
     def _is_narrow(self, x: Array) -> bool:
         return bool(x.dtype == self.ops.dtype)
@@ -40,7 +44,7 @@ class HalfPrecisionTransport:
 
     def all_reduce(self, x: Array, op: str) -> None:
         if not self._is_narrow(x):
-            self.wire.all_reduce(x, op)
+            self.transport.all_reduce(x, op)
             return
         assert op == "sum", op
         count = self.group_size
@@ -54,45 +58,39 @@ class HalfPrecisionTransport:
 
     def iall_reduce(self, x: Array) -> Request:
         assert not self._is_narrow(x), "gradients are summed in float32"
-        return self.wire.iall_reduce(x)
+        return self.transport.iall_reduce(x)
 
     def ireduce_scatter(self, x: Array) -> Request:
         assert not self._is_narrow(x), "gradients are summed in float32"
-        return self.wire.ireduce_scatter(x)
+        return self.transport.ireduce_scatter(x)
 
     def iall_gather(self, x: Array) -> Request:
-        return self.wire.iall_gather(self._moved(x))
+        return self.transport.iall_gather(self._moved(x))
 
     def reduce_scatter(self, x: Array) -> Array:
         if not self._is_narrow(x):
-            return self.wire.reduce_scatter(x)
+            return self.transport.reduce_scatter(x)
         return self.ops.add_parts(self.all_to_all(x))
 
     def reduce(self, x: Array, root: int) -> None:
         assert not self._is_narrow(x), "the cuts that reduce to one rank are float32 or float64"
-        self.wire.reduce(x, root)
+        self.transport.reduce(x, root)
 
     def all_gather(self, x: Array, group_size: int) -> Array:
-        return self._received(self.wire.all_gather(self._moved(x), group_size), x)
+        return self._received(self.transport.all_gather(self._moved(x), group_size), x)
 
     def all_to_all(self, x: Array) -> Array:
-        return self._received(self.wire.all_to_all(self._moved(x)), x)
+        return self._received(self.transport.all_to_all(self._moved(x)), x)
 
     def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
-        y, received = self.wire.all_to_allv(self._moved(x), counts, received)
+        y, received = self.transport.all_to_allv(self._moved(x), counts, received)
         return self._received(y, x), received
 
     def broadcast(self, x: Array, root: int) -> None:
-        self.wire.broadcast(self._moved(x), root)
+        self.transport.broadcast(self._moved(x), root)
 
     def isend(self, x: Array, peer: int, tag: int) -> Request:
-        return self.wire.isend(self._moved(x), peer, tag)
+        return self.transport.isend(self._moved(x), peer, tag)
 
     def irecv(self, x: Array, peer: int, tag: int) -> Request:
-        return self.wire.irecv(self._moved(x), peer, tag)
-
-    def send(self, x: Array, peer: int, tag: int) -> None:
-        self.wire.send(self._moved(x), peer, tag)
-
-    def recv(self, x: Array, peer: int, tag: int) -> None:
-        self.wire.recv(self._moved(x), peer, tag)
+        return self.transport.irecv(self._moved(x), peer, tag)

@@ -41,15 +41,15 @@ class LeveledComm(Comm):
         axis: str,
         ranks: tuple[int, ...],
         index: int,
-        wire: Transport | None,
+        transport: Transport | None,
         recorder: Recorder,
         check: CallCheck | None,
         levels: tuple[Comm, Comm, Comm],
     ):
-        super().__init__(axis, ranks, index, wire, recorder, check)
+        super().__init__(axis, ranks, index, transport, recorder, check)
         self.near, self.far, self.back = levels
         self.near.check = check
-        self.ops = self.near.wire.ops
+        self.ops = self.near.transport.ops
         self.before: deque[Posted] = deque()
 
     def shares(self, x: Array) -> Array:

@@ -22,10 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import consecutive_slices
-from mpipar.comm.request import Array, Options, Request
-from mpipar.comm.transport import Counts, Exchanged, HostTransport
+from mpipar.comm.request import Array, Request
+from mpipar.comm.transport import Counts, Exchanged
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -79,10 +80,11 @@ class NcclTransport(StagedTransport):
     """
 
     carrier, in_order = "NCCL", True
-    _new = HostTransport._new
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
-        super().__init__(ops, mpi_comm, options)
+    def __init__(self, ops: Any, host: MpiTransport):
+        super().__init__(ops, host)
+        mpi_comm = host.mpi
+        self.index = mpi_comm.rank
         self.nccl, key = ops.xp.cuda.nccl, bytearray(KEY_BYTES)
         if mpi_comm.rank == 0:
             key[:] = self.nccl.get_unique_id()
@@ -98,15 +100,18 @@ class NcclTransport(StagedTransport):
         }
         self.sums = {"sum": self.nccl.NCCL_SUM, "max": self.nccl.NCCL_MAX}
         self.lanes: dict[tuple[int, bool, int], Lane] = {}  # by peer, whether it sends, parity
-        for source, target in pairs(mpi_comm.size, options.reach):
+        for source, target in pairs(mpi_comm.size, host.options.reach):
             for here, peer in ((source, target), (target, source)):
                 if here == mpi_comm.rank:
                     for parity in PARITIES:
                         sends = here == source
                         self.lanes[peer, sends, parity] = Lane(ops, mpi_comm, peer, sends)
 
+    def _new(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return self.ops.empty(shape, dtype, label="buffers")
+
     def _queued(self) -> Request:
-        return self._patiently(Queued(self.group, self.stream))
+        return self.host.patiently(Queued(self.group, self.stream))
 
     def _reduced(self, x: Array, op: str) -> Request:
         self.group.allReduce(
@@ -137,9 +142,9 @@ class NcclTransport(StagedTransport):
         return y
 
     def ireduce_scatter(self, x: Array) -> Request:
-        own = x[self.mpi.rank]  # NCCL allows no other place inside of x
+        own = x[self.index]  # NCCL allows no other place inside of x
         self._scattered(x, own)
-        if self.mpi.rank > 0:
+        if self.index > 0:
             x[0].data.copy_from_device_async(own.data, own.nbytes, self.stream)
         return self._queued()
 
@@ -153,7 +158,7 @@ class NcclTransport(StagedTransport):
         return y
 
     def iall_gather(self, x: Array) -> Request:
-        return self._gathered(x[self.mpi.rank], x)
+        return self._gathered(x[self.index], x)
 
     def _exchanged(self, sent: list[Array], received: list[Array]) -> None:
         """Exchange a part with each rank, in one group of calls, so that none waits for another."""
@@ -172,7 +177,7 @@ class NcclTransport(StagedTransport):
         return y
 
     def all_to_allv(self, x: Array, counts: Counts, received: Counts | None) -> Exchanged:
-        received = self.counts_from(counts) if received is None else received
+        received = self.host.counts_from(counts) if received is None else received
         y = self._new((sum(received), *x.shape[1:]), x.dtype)
         self._exchanged(
             [x[run] for run in consecutive_slices(counts)],
@@ -198,11 +203,11 @@ class NcclTransport(StagedTransport):
 
     def isend(self, x: Array, peer: int, tag: int) -> Request:
         lane = self.lanes.get((peer, True, tag % 2))
-        return self._patiently(lane.post(x)) if lane else super().isend(x, peer, tag)
+        return self.host.patiently(lane.post(x)) if lane else super().isend(x, peer, tag)
 
     def irecv(self, x: Array, peer: int, tag: int) -> Request:
         lane = self.lanes.get((peer, False, tag % 2))
-        return self._patiently(lane.post(x)) if lane else super().irecv(x, peer, tag)
+        return self.host.patiently(lane.post(x)) if lane else super().irecv(x, peer, tag)
 
     def close(self) -> None:
         for group in (*(lane.group for lane in self.lanes.values()), self.group):

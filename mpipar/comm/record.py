@@ -334,8 +334,6 @@ class Recorder:
 
     def __init__(self, capacity: int | None = 4096, phase: str = "setup"):
         self.entries: deque[Entry] = deque(maxlen=capacity)
-        # A blocking send in progress: the group, array, peer, tag, name, start, and caller's frame.
-        self.open_send: tuple[Any, Any, int, int, str, int, FrameType] | None = None
         self._spans: deque[tuple[Any, ...]] = deque(maxlen=capacity)
         # Spans between marks on a device.
         self._late: deque[tuple[Any, ...]] = deque(maxlen=capacity)
@@ -355,41 +353,17 @@ class Recorder:
     @property
     def records(self) -> list[Record]:
         """The records in the ring, oldest first. Other threads may read them."""
-        return [as_record(entry) for entry in [*self.entries, *self._sending()]]
+        return [as_record(entry) for entry in list(self.entries)]
 
     @property
     def spans(self) -> list[Span]:
         """The compute spans in the ring, oldest first. Other threads may read them."""
         return [Span._make(span) for span in list(self._spans)]
 
-    def _sending(self) -> list[Entry]:
-        """Return the entry of the blocking send that this rank is currently in, if any."""
-        send = self.open_send
-        if send is None:
-            return []
-        group, x, peer, tag, name, posted, frame = send
-        tally = self.tally(group.axis, group.size, x.dtype, "send", name, frame)
-        return [
-            [
-                posted,
-                posted,
-                0,
-                group.messages + 1,
-                peer,
-                tag,
-                x.nbytes,
-                x.nbytes,
-                self.step,
-                self.stage,
-                self.mb,
-                tally,
-            ]
-        ]
-
     def newest(self) -> tuple[Any, ...]:
         """Return fields of the newest record and span, which change with every event."""
-        entries = self._sending() or (self.entries and [self.entries[-1]])
-        return (as_record(entries[0]) if entries else (), self._spans[-1] if self._spans else ())
+        newest = as_record(self.entries[-1]) if self.entries else ()
+        return newest, self._spans[-1] if self._spans else ()
 
     @property
     def capacity(self) -> int | None:

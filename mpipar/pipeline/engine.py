@@ -123,7 +123,7 @@ class Engine:
         if comm.size > 1:
             highest = self._tag("B", self.last_stage, schedule.num_microbatches)
             assert highest <= comm.max_tag(), (highest, comm.max_tag())
-        if comm.wire.in_order:
+        if comm.transport.in_order:
             for one in (schedule, forward_only(schedule, range(schedule.num_microbatches))):
                 check_lanes(one)
 

@@ -17,10 +17,10 @@ from small_model import (
 
 from mpipar.comm import groups
 from mpipar.comm.algorithms import shared
-from mpipar.comm.algorithms.ring import Ring
+from mpipar.comm.algorithms.ring import RingTransport
 from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
-from mpipar.comm.algorithms.window import SMALL, TILE, Window
+from mpipar.comm.algorithms.window import SMALL, TILE, WindowTransport
 from mpipar.comm.groups import Comms
 from mpipar.comm.levels import LeveledComm, near_and_far
 from mpipar.comm.record import Recorder
@@ -199,8 +199,8 @@ def too_early(_plain, levels, x, name):
     ("name", "kind", "method", "twin"),
     [
         ("window", Marks, "meet", no_fence),
-        ("window", Window, "add_up", added_twice),
-        ("ring", Ring, "scattered", hop_too_many),
+        ("window", WindowTransport, "add_up", added_twice),
+        ("ring", RingTransport, "scattered", hop_too_many),
         pytest.param("levels", LeveledComm, "steps", too_early, marks=pytest.mark.ranks(4)),
     ],
 )

@@ -77,7 +77,7 @@ def test_what_is_not_contiguous_is_refused_before_it_is_sent(dtype):
     x = np.zeros((2, 3, 4), comms.ops.dtype)
     assert_refused(comms.world, [order(x) for order in OF_OTHER_ORDER.values()])
     WORLD.Barrier()
-    assert not getattr(comms.world.wire, "wire", comms.world.wire).mpi.Iprobe()
+    assert not getattr(comms.world.transport, "transport", comms.world.transport).mpi.Iprobe()
     comms.close()
 
 
@@ -88,7 +88,7 @@ def test_every_transport_of_a_device_refuses_it(kind, aware, monkeypatch):
     (put_in_nccl if kind is NcclTransport else put_in)(monkeypatch)
     monkeypatch.setattr(connect, "cuda_aware", lambda: aware)
     comms = comms_of(ops_module.make("cuda", "float64"))
-    assert type(comms.world.wire) is kind
+    assert type(comms.world.transport) is kind
     assert_refused(comms.world, [comms.ops.zeros((3, 2), label="buffers").T])
     comms.close()
 

@@ -26,8 +26,8 @@ from test_cuts import connected
 from bench.matmul.cut_product import Sizes, cases, whole
 from mpipar import ops as ops_module
 from mpipar.comm import connect
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.checked import CallCheck
-from mpipar.comm.transport import HostTransport
 from mpipar.ops.cupy_copies import Copies
 from mpipar.train.verify import SPREAD, differences, full_tensors
 
@@ -48,8 +48,6 @@ CALLS = (
     "ireduce_scatter",
     "isend",
     "irecv",
-    "send",
-    "recv",
 )
 
 
@@ -58,7 +56,7 @@ def cuda_aware(request, monkeypatch):
     put_in(monkeypatch)
     monkeypatch.setattr(connect, "cuda_aware", lambda: request.param)
     for name in CALLS:
-        plain = getattr(HostTransport, name)
+        plain = getattr(MpiTransport, name)
 
         def checked(self, *arguments, plain=plain, blocks=name in BLOCKING):
             if arguments and isinstance(arguments[0], fake_cupy.DeviceArray):
@@ -66,7 +64,7 @@ def cuda_aware(request, monkeypatch):
             assert not (blocks and self.ops.copies.leaving), "it blocks with an unsent message"
             return plain(self, *arguments)
 
-        monkeypatch.setattr(HostTransport, name, checked)
+        monkeypatch.setattr(MpiTransport, name, checked)
     return request.param
 
 
@@ -224,7 +222,7 @@ def check_step(cuda_aware, config):
     worker, rows = worker_and_rows(config, spread=SPREAD, ops=ops_module.make("cuda", "float64"))
     kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport
     if WORLD.size > 1:
-        assert type(worker.comms.world.wire) is kind
+        assert type(worker.comms.world.transport) is kind
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))
     gradients = full_tensors(worker, "grad")
     worker.close()

@@ -114,7 +114,7 @@ def sum_dropped_in_a_layer(plain, self, x, name, op="sum"):
 
 
 def summed_in_16_bits(plain, self, x, name):
-    x[...] = x.astype(self.wire.ops.dtype)
+    x[...] = x.astype(self.transport.ops.dtype)
     return plain(self, x, name)
 
 
@@ -289,5 +289,5 @@ def test_an_overflow_that_the_norm_does_not_count_is_caught(layout, monkeypatch)
 def test_sixteen_bits_are_moved_by_the_transport_that_knows_them(dtype):
     for name, expected in ((dtype, True), ("float32", False)):
         comms = comms_of(cpu(name), axes={"tp": WORLD.size})
-        assert isinstance(comms["tp"].wire, HalfPrecisionTransport) == expected
+        assert isinstance(comms["tp"].transport, HalfPrecisionTransport) == expected
         comms.close()

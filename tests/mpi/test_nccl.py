@@ -4,10 +4,8 @@ As on a GPU, a call waits there for those before it on its stream and for its pe
 NaN until its event has been seen.
 """
 
-import types
 from itertools import product
 
-import fake_cupy
 import fake_nccl
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from small_model import (
 from stand_in import put_in_nccl
 
 from mpipar import ops as ops_module
-from mpipar.comm import connect, nccl
+from mpipar.comm import nccl
 from mpipar.comm.device import StagedTransport
 from mpipar.train.verify import SPREAD, differences, full_tensors
 
@@ -146,7 +144,7 @@ def test_training_in_16_bits_is_that_over_mpi_to_the_bit(name, monkeypatch):
 def test_every_call_gives_what_mpi_gives(dtype, monkeypatch):
     def results():
         comm, comms = group(dtype)
-        ops, found = comm.wire.ops, []
+        ops, found = comm.transport.ops, []
 
         def array(*shape):
             values = np.arange(HERE, HERE + np.prod(shape)) % 7
@@ -197,7 +195,7 @@ def test_every_call_gives_what_mpi_gives(dtype, monkeypatch):
 def exchanged(tags_to_send, tags_to_receive):
     """{tag: what came from the rank before}; every number is a tag."""
     comm, comms = group()
-    ops = comm.wire.ops
+    ops = comm.transport.ops
     pending = {
         tag: comm.irecv(ops.zeros(3), comm.neighbor(-1), tag, "a") for tag in tags_to_receive
     }
@@ -241,8 +239,8 @@ def test_a_forgotten_event_is_caught(monkeypatch):
     """The broken twin: what arrives is used before it has come."""
     monkeypatch.setattr(nccl.Queued, "Test", lambda self: True)
     comm, comms = group()
-    x = comm.all_reduce(comm.wire.ops.asarray(np.ones(4)), "a")
-    assert np.isnan(comm.wire.ops.to_host(x)).all()
+    x = comm.all_reduce(comm.transport.ops.asarray(np.ones(4)), "a")
+    assert np.isnan(comm.transport.ops.to_host(x)).all()
     fake_nccl.settle()
     comms.close()
 
@@ -258,10 +256,10 @@ def test_a_forgotten_drain_is_caught(monkeypatch):
 
 def test_an_array_is_written_while_it_is_sent():
     comm, comms = group()
-    x = comm.wire.ops.zeros(3)
+    x = comm.transport.ops.zeros(3)
     sent = comm.isend(x, comm.neighbor(1), 0, "a")
-    comm.wire.ops.fill(x, 1)
-    comm.irecv(comm.wire.ops.zeros(3), comm.neighbor(-1), 0, "a").wait()
+    comm.transport.ops.fill(x, 1)
+    comm.irecv(comm.transport.ops.zeros(3), comm.neighbor(-1), 0, "a").wait()
     with pytest.raises(AssertionError, match="written while it is sent"):
         sent.wait()
     comms.close()
@@ -273,9 +271,12 @@ def test_mpi_carries_where_nccl_cannot(why, monkeypatch):
         monkeypatch.setenv("MPIPAR_NCCL", "no")
     if why == "shared":
         put_in_nccl(monkeypatch, "one for all")
-    ops = types.SimpleNamespace(device="cuda", xp=fake_cupy)
-    found = connect.kind_of(ops, WORLD, "ring" if why == "another algorithm" else "mpi")
-    assert found is (StagedTransport if why else nccl.NcclTransport)
+    comms = comms_of(
+        ops_module.make("cuda", "float64"),
+        all_reduce="ring" if why == "another algorithm" else "mpi",
+    )
+    assert type(comms["dp"].transport) is (StagedTransport if why else nccl.NcclTransport)
+    comms.close()
 
 
 def test_every_pair_is_connected_in_one_order():

@@ -23,9 +23,9 @@ from bench.rehearse.player import Player
 from bench.rehearse.script import script_of
 from bench.training import config_of
 from mpipar import ops as ops_module
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.group import Comm
 from mpipar.comm.record import POINT_TO_POINT
-from mpipar.comm.transport import HostTransport
 
 WHAT = attrgetter(
     "operation",
@@ -177,10 +177,10 @@ def parts_of_the_wrong_ranks(plain, wire, x, size):
 @pytest.mark.parametrize(
     ("owner", "name", "twin", "values"),
     [
-        (HostTransport, "all_reduce", sum_that_lacks_a_part, {"layout": TENSOR}),
+        (MpiTransport, "all_reduce", sum_that_lacks_a_part, {"layout": TENSOR}),
         (Comm, "isend", exchanged_messages, {"layout": PIPELINE, "schedule": "gpipe"}),
         (
-            HostTransport,
+            MpiTransport,
             "all_gather",
             parts_of_the_wrong_ranks,
             {"layout": TENSOR, "sequence_parallel": True},

@@ -9,11 +9,11 @@ from stand_in import put_in, put_in_nccl
 
 from mpipar import ops as ops_module
 from mpipar.comm import connect
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
-from mpipar.comm.transport import HostTransport
 from mpipar.errors import HangError
 
 pytestmark = pytest.mark.ranks(2, 3, 4)
@@ -35,10 +35,12 @@ def piece(counts, source, target, width):
 def exchange(comm, counts, width, known=False):
     """This rank's (rows, split) of an exchange by counts[from, to]."""
     x = np.concatenate([piece(counts, HERE, target, width) for target in range(RANKS)])
-    x = x.astype(comm.wire.ops.dtype)
+    x = x.astype(comm.transport.ops.dtype)
     received = counts[:, HERE].tolist() if known else None
-    y, split = comm.all_to_allv(comm.wire.ops.asarray(x), counts[HERE].tolist(), "tokens", received)
-    return comm.wire.ops.to_host(y), split
+    y, split = comm.all_to_allv(
+        comm.transport.ops.asarray(x), counts[HERE].tolist(), "tokens", received
+    )
+    return comm.transport.ops.to_host(y), split
 
 
 def assert_exchanged(comm, counts, width=3, known=False):
@@ -76,7 +78,7 @@ def test_from_device_memory(transport, monkeypatch):
     (put_in_nccl if transport == "nccl" else put_in)(monkeypatch)
     monkeypatch.setattr(connect, "cuda_aware", lambda: transport)
     comm, comms = group(ops_module.make("cuda", "float64"))
-    assert isinstance(comm.wire, NcclTransport) == (transport == "nccl")
+    assert isinstance(comm.transport, NcclTransport) == (transport == "nccl")
     for counts in COUNTS.values():
         for known in (False, True):
             assert_exchanged(comm, counts, 3, known)
@@ -128,7 +130,7 @@ def other_order(plain, self, x, counts, received):
 
 
 def test_another_order_is_found(monkeypatch):
-    plant(monkeypatch, HostTransport, "all_to_allv", other_order)
+    plant(monkeypatch, MpiTransport, "all_to_allv", other_order)
     comm, comms = group(cpu())
     with pytest.raises(AssertionError):
         assert_exchanged(comm, COUNTS["any"] + 1)

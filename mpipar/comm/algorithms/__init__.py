@@ -1,19 +1,19 @@
 """Algorithms of all-reduce over a group, a file and a row each, for training and benchmarks.
 
-`--all-reduce` names a row. `levels` is not among them, because it consists of groups: see
-`mpipar.comm.levels`.
+An algorithm is a transport. `--all-reduce` names a row. `levels` is not among them, because it
+consists of groups: see `mpipar.comm.levels`.
 """
 
-from mpipar.comm.algorithms.doubling import Doubling
-from mpipar.comm.algorithms.halves import Halves
-from mpipar.comm.algorithms.mpi_library import MpiOwn
-from mpipar.comm.algorithms.ring import Ring
-from mpipar.comm.algorithms.window import Window
+from mpipar.comm.algorithms.doubling import DoublingTransport
+from mpipar.comm.algorithms.halves import HalvesTransport
+from mpipar.comm.algorithms.mpi_library import MpiTransport
+from mpipar.comm.algorithms.ring import RingTransport
+from mpipar.comm.algorithms.window import WindowTransport
 
-ALGORITHMS: dict[str, type[MpiOwn]] = {
-    "mpi": MpiOwn,
-    "ring": Ring,
-    "doubling": Doubling,
-    "halves": Halves,
-    "window": Window,
+ALGORITHMS: dict[str, type[MpiTransport]] = {
+    "mpi": MpiTransport,
+    "ring": RingTransport,
+    "doubling": DoublingTransport,
+    "halves": HalvesTransport,
+    "window": WindowTransport,
 }

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.comm.algorithms.steps import Steps, Stepwise, add
+from mpipar.comm.algorithms.steps import Steps, StepwiseTransport, add
 from mpipar.comm.request import Array
 
 
-class Doubling(Stepwise):
+class DoublingTransport(StepwiseTransport):
     """Sums by recursive doubling."""
 
     def summed(self, x: Array) -> Steps:

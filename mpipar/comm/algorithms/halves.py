@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm.algorithms.steps import Steps, Stepwise
+from mpipar.comm.algorithms.steps import Steps, StepwiseTransport
 from mpipar.comm.request import Array, Options
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class Halves(Stepwise):
+class HalvesTransport(StepwiseTransport):
     """Sums by a reduce-scatter of pieces and an all-gather. Comm: one additional Dup.
 
     Each of the two kinds of collectives has its own communicator, on which all ranks post them in
     the same order, that of the operations.
     """
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
-        super().__init__(ops, mpi_comm, options)
+    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
+        super().__init__(ops, mpi_comm, options, new)
         self.gathers = mpi_comm.Dup()
         self.before = deque()
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.comm.algorithms.steps import Posted, Steps, Stepwise, add, in_line
+from mpipar.comm.algorithms.steps import Posted, Steps, StepwiseTransport, add, in_line
 from mpipar.comm.request import Array, Request
 
 
-class Ring(Stepwise):
+class RingTransport(StepwiseTransport):
     """Sums and gathers around a ring."""
 
     def hop(self, tag: int, sent: Array, received: Array) -> Request:
@@ -54,11 +54,13 @@ class Ring(Stepwise):
     def iall_gather(self, x: Array) -> Request:
         return Posted(self.gathered([in_line(part) for part in x], self.next_tag()))
 
-    def reduce_scatter(self, x: Array, y: Array) -> None:
+    def reduce_scatter(self, x: Array) -> Array:
         whole = x.copy()  # the caller's x stays unchanged
         self.ireduce_scatter(whole).Wait()
-        y[...] = whole[0]
+        return whole[0]
 
-    def all_gather(self, x: Array, y: Array) -> None:
+    def all_gather(self, x: Array, group_size: int) -> Array:
+        y = self.new((group_size, *x.shape), x.dtype)
         y[self.index] = x
         self.iall_gather(y).Wait()
+        return y

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpipar.comm.algorithms.mpi_library import MpiOwn
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.grid import chunk_slice
 from mpipar.comm.request import Array, Options, PatientRequest, Request
 
@@ -89,15 +89,15 @@ class Messages:
         self.kind.Waitall(self.requests)
 
 
-class Stepwise(MpiOwn):
+class StepwiseTransport(MpiTransport):
     """Base class of the algorithms that exchange messages, on a communicator of their own.
 
     Each implements `summed`; unless it implements more, reduce-scatters, all-gathers and maxima are
     MPI's own. Comm: one Dup of the group.
     """
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
-        super().__init__(ops, mpi_comm, options)
+    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
+        super().__init__(ops, mpi_comm, options, new)
         self.own = mpi_comm.Dup()
         self.size, self.index = mpi_comm.size, mpi_comm.rank
         self.number = 0  # of the operation, from which its messages get their tag
@@ -146,6 +146,7 @@ class Stepwise(MpiOwn):
 
     def close(self) -> None:
         self.own.Free()
+        super().close()
 
 
 def in_line(x: Array) -> Array:

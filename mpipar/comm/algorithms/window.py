@@ -11,12 +11,12 @@ group. Every rank thus has the same bits, and so has every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm.algorithms.mpi_library import MpiOwn
+from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.algorithms.shared import Marks, SharedMemory, address
 from mpipar.comm.algorithms.steps import Posted, Steps, add, in_line
 from mpipar.comm.grid import chunk_slice
@@ -32,19 +32,17 @@ POSTED = 256  # operations that may be pending at once
 PASSES = 1 << 20  # more meetings than any operation has
 
 
-class Window(MpiOwn):
-    """Sums and gathers of the ranks of one host through a shared window.
+class WindowTransport(MpiTransport):
+    """Sums of the ranks of one host through a shared window.
 
-    An all-to-all stays MPI's: it adds nothing, and copying its parts into rooms takes longer.
-    Posted operations use it where the array is in the window; otherwise they are MPI's own, which
-    make no rank wait. Maxima are MPI's own too.
+    Blocking sums use it for any array. Posted operations use it where the array is in the window;
+    otherwise they are MPI's own, which make no rank wait. So is everything else.
     Comm: two windows over the group; one more for each array that `zeros` makes.
     """
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options):
-        super().__init__(ops, mpi_comm, options)
+    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
+        super().__init__(ops, mpi_comm, options, new)
         self.size, self.index = mpi_comm.size, mpi_comm.rank
-        self.others = [place for place in range(self.size) if place != self.index]
         self.marks = Marks(mpi_comm, POSTED + 1, options.patient)
         self.rooms = SharedMemory(mpi_comm, ROOMS * TILE)
         self.turn = self.passed = self.number = 0  # rooms, meetings, and posted operations so far
@@ -217,36 +215,7 @@ class Window(MpiOwn):
             if place != self.index:
                 x[part] = rooms[place][part]
 
-    def shown(self, x: Array, places: Sequence[int]) -> Iterator[tuple[slice, list[Array]]]:
-        """Show rows `places` of x (rows, n) to all ranks, as many columns at a time as fill a room.
-
-        Yield these columns and the rooms of all ranks, each (rows, columns).
-        """
-        width = TILE // x.itemsize // len(x)
-        for first in range(0, x.shape[1], width):
-            columns = slice(first, first + width)
-            tile = x[:, columns]
-            rooms = [room.reshape(tile.shape) for room in self.room(tile.size, x.dtype)]
-            for place in places:
-                rooms[self.index][place] = tile[place]
-            self.meet()
-            yield columns, rooms
-
-    def reduce_scatter(self, x: Array, y: Array) -> None:
-        sum_, parts = in_line(y), in_line(x).reshape(self.size, -1)
-        for columns, rooms in self.shown(parts, self.others):
-            own = parts[self.index, columns]
-            for ahead in range(1, self.size):
-                add(own, rooms[(self.index + ahead) % self.size][self.index], sum_[columns])
-                own = sum_[columns]
-
-    def all_gather(self, x: Array, y: Array) -> None:
-        parts = in_line(y).reshape(self.size, -1)
-        parts[self.index] = in_line(x)
-        for columns, rooms in self.shown(in_line(x).reshape(1, -1), (0,)):
-            for place in self.others:
-                parts[place, columns] = rooms[place][0]
-
     def close(self) -> None:
         for memory in (*self.arrays, self.rooms, self.marks.memory):
             memory.free()
+        super().close()
