@@ -34,7 +34,7 @@ BARE_PARTS = "mpi4py messages"
 PERSISTENT, PREPARED, IN_C = "mpi4py persistent", "mpi4py prepared", "C"
 ALGORITHMS = "algorithms"  # the kind of the ways by an algorithm of mpipar.comm
 BY = {f"by {name}": name for name in SUMS if name != "mpi"}
-BY_PARTS = ("by ring", "by window")  # have their own all-gathers and reduce-scatters
+BY_PARTS = ("by ring",)  # has its own all-gather and reduce-scatter
 IN_WINDOW = "by window, in it"  # of an array inside the window, as gradients are
 THROUGH_COMM = (COMM, *BY, IN_WINDOW)
 METHODS = dict.fromkeys(THROUGH_COMM, "through_comm") | {
