@@ -12,6 +12,7 @@ from schedule_cases import compute, counts
 
 from mpipar.errors import UsageError
 from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.forms import closed_form
 from mpipar.pipeline.instructions import (
     ScheduleError,
     is_compute,
@@ -20,7 +21,7 @@ from mpipar.pipeline.instructions import (
     on_wire,
     parts,
 )
-from mpipar.pipeline.schedules.catalog import closed_form, make_schedule
+from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.pipeline.simulate import simulate
 
 

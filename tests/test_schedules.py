@@ -12,11 +12,11 @@ from schedule_cases import compute, counts
 from mpipar.errors import UsageError
 from mpipar.pipeline.check import check
 from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.forms import closed_form
 from mpipar.pipeline.instructions import Instr, is_compute, lower, parts, receives, sends
 from mpipar.pipeline.schedules.catalog import (
     FAMILIES,
     SCHEDULES,
-    closed_form,
     make_schedule,
     num_stages,
     schedule_problems,

@@ -18,12 +18,11 @@ from mpipar.files.text import brief, counted, harmless, shown
 from mpipar.pipeline import csv_format, draw
 from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.draw import svg
-from mpipar.pipeline.forms import ClosedForm
+from mpipar.pipeline.forms import ClosedForm, closed_form
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.schedules.catalog import (
     FAMILIES,
     SCHEDULES,
-    closed_form,
     make_schedule,
     schedule_problems,
 )

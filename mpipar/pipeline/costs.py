@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from mpipar.errors import UsageError
-from mpipar.pipeline.forms import Number
 
+Number = int | float | Fraction  # a time or a size; exact as long as no float is involved
 PER_STAGE = ("f", "i", "w", "units", "stash_bytes", "kept_bytes", "transient_bytes", "weight_bytes")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from math import ceil, floor, log10
 from typing import NamedTuple
 
-from mpipar.pipeline.forms import Number
+from mpipar.pipeline.costs import Number
 from mpipar.pipeline.instructions import Instr, Schedule, is_compute, neighbours, parts
 from mpipar.pipeline.simulate import Timeline
 

@@ -13,8 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from mpipar.pipeline.check import circle
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.forms import Number
+from mpipar.pipeline.costs import Costs, Number
 from mpipar.pipeline.instructions import (
     WIRE_KINDS,
     Instr,

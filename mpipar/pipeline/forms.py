@@ -1,15 +1,15 @@
 """Closed formulas for schedules with equal stages, printed beside the simulation.
 
-A formula is in the row of its schedule or placement. It is printed only for the counts and costs
-for which the tests find it equal to the simulation.
+A formula holds only for the counts and costs for which the tests find it equal to the simulation.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
-Number = int | float | Fraction  # a time or a size; exact as long as no float is involved
+from mpipar.pipeline.costs import Costs, Number
+from mpipar.pipeline.instructions import Schedule
+from mpipar.pipeline.schedules.families import FAMILIES
 
 
 class Letters(NamedTuple):
@@ -90,3 +90,90 @@ class ClosedForm:
     peak_stash: Term
     messages: Term
     hops: Term
+
+
+class Forms(NamedTuple):
+    """The formulas of a schedule that are known; see ClosedForm."""
+
+    bubble: Form | None = None
+    peak: Form | None = None
+    hops: Form | None = None
+
+
+FULL = Form("(p-1)(f+b)", lambda n: (n.p - 1) * (n.f + n.b))
+POSTPONED = Form(
+    "(p-1)max(f, i, f+i-w)", lambda n: (n.p - 1) * max(n.f, n.i, n.f + n.i - n.w), many
+)
+NO_WAIT = Form("(p-1)f", lambda n: (n.p - 1) * n.f, many_same)
+EVERY_RANK = Form("min(p, m)", lambda n: min(n.p, n.m))
+TWICE = Form("min(2p-1, m)", lambda n: min(2 * n.p - 1, n.m))
+THERE_AND_BACK = Form("2(p-1)", lambda n: 2 * (n.p - 1), steady)
+FORMS = {
+    "naive": Forms(
+        Form("m(p-1)(f+b)", lambda n: n.m * (n.p - 1) * (n.f + n.b)),
+        Form("1", lambda n: 1),
+        Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1), steady),
+    ),
+    "gpipe": Forms(FULL, Form("m", lambda n: n.m), THERE_AND_BACK),
+    "1f1b": Forms(
+        FULL,
+        EVERY_RANK,
+        Form("2(p-1)m/p + 2(p-2)", lambda n: 2 * (n.p - 1) * n.m // n.p + 2 * (n.p - 2), steady),
+    ),
+    "eager-1f1b": Forms(FULL, TWICE, THERE_AND_BACK),
+    "interleaved": Forms(
+        FULL._replace(holds=many),
+        Form(
+            "min(2(p-1)+(v-1)g+1, mv)",
+            lambda n: min(2 * (n.p - 1) + (n.v - 1) * n.g + 1, n.m * n.v),
+        ),
+        Form("2(pv-1)", lambda n: 2 * (n.p * n.v - 1), steady),
+    ),
+    "looped-bfs": Forms(FULL._replace(holds=many), Form("mv", lambda n: n.m * n.v), THERE_AND_BACK),
+    "zb-h1": Forms(POSTPONED, EVERY_RANK, Form("4(p-1)", lambda n: 4 * (n.p - 1), steady)),
+    "zb-h2": Forms(NO_WAIT, TWICE, Form("p-1", lambda n: n.p - 1, steady)),
+    "interleaved-zb": Forms(
+        POSTPONED,
+        Form("min(p+(v-1)g, mv)", lambda n: min(n.p + (n.v - 1) * n.g, n.m * n.v)),
+        Form("5p-4", lambda n: 5 * n.p - 4, lambda n: steady(n) and n.v == 2),
+    ),
+    "zb-v": Forms(
+        NO_WAIT,
+        Form("min(2p, 2m)", lambda n: min(2 * n.p, 2 * n.m)),
+        Form("5p-7", lambda n: 5 * n.p - 7, steady),
+    ),
+    "v-half": Forms(peak=Form("<= 2((p+2) div 2)", lambda n: 2 * ((n.p + 2) // 2))),
+    "v-min": Forms(peak=Form("<= 2((p+4) div 3)", lambda n: 2 * ((n.p + 4) // 3))),
+    "dualpipe": Forms(
+        Form("(p/2-1)(f+2b-3w)", lambda n: (n.p // 2 - 1) * (n.f + 2 * n.i - n.w), same),
+        Form("p+1", lambda n: n.p + 1),
+    ),
+    "dualpipe-v": Forms(
+        Form("(p-1)(f+2b-3w)", lambda n: (n.p - 1) * (n.f + 2 * n.i - n.w), same),
+        Form("2p+1", lambda n: 2 * n.p + 1),
+    ),
+}
+ONE_WAY = Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1))
+MESSAGES = {  # by placement
+    "linear": ONE_WAY,
+    "v": Form("4m(p-1)", lambda n: 4 * n.m * (n.p - 1)),
+    "looped": Form("2m(pv-1)", lambda n: 2 * n.m * (n.p * n.v - 1) if n.p > 1 else 0),
+    "mirror": ONE_WAY,
+}
+
+
+def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
+    """Return the formulas of a schedule of the catalog; None for unequal stages and other orders.
+
+    A schedule that is not in FORMS has those of its placement.
+    """
+    equal = [cost for cost in (costs.f, costs.i, costs.w) if not isinstance(cost, tuple)]
+    if schedule.name not in FAMILIES or len(equal) < 3:
+        return None
+    n = Letters(
+        schedule.pp_size, schedule.num_microbatches, schedule.num_stages // schedule.pp_size, *equal
+    )
+    known = FORMS.get(schedule.name, Forms())
+    bubble = known.bubble if costs.overlap == 1 else None
+    forms = bubble, known.peak, MESSAGES[schedule.placement], known.hops
+    return ClosedForm(*(evaluated(form, n) for form in forms))

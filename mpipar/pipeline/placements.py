@@ -6,8 +6,6 @@ Letters: p ranks, s a stage, v stages per rank, m microbatches.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpipar.pipeline.forms import Form
-
 Home = Callable[[int, int], int]  # (s, p) -> the rank that holds stage s
 
 
@@ -15,12 +13,10 @@ class Placement(NamedTuple):
     """Which rank holds a stage.
 
     copies: the home of each stage, once for each copy of the model. The copies process equal shares
-    of the microbatches, in their order. messages: the number sent in a step. chunks: v. free:
-    whether another v may be chosen.
+    of the microbatches, in their order. chunks: v. free: whether another v may be chosen.
     """
 
     copies: tuple[Home, ...]
-    messages: Form
     chunks: int = 1
     free: bool = False
 
@@ -34,21 +30,11 @@ class Placement(NamedTuple):
         return tuple(tuple(home(stage, p) for stage in range(num_stages)) for home in self.copies)
 
 
-ONE_WAY = Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1))
 PLACEMENTS = {
-    "linear": Placement((lambda s, p: s,), ONE_WAY),
+    "linear": Placement((lambda s, p: s,)),
     # Down the ranks and back up, so the first rank holds the first and the last stage.
-    "v": Placement(
-        (lambda s, p: min(s, 2 * p - 1 - s),),
-        chunks=2,
-        messages=Form("4m(p-1)", lambda n: 4 * n.m * (n.p - 1)),
-    ),
-    "looped": Placement(
-        (lambda s, p: s % p,),
-        chunks=2,
-        free=True,
-        messages=Form("2m(pv-1)", lambda n: 2 * n.m * (n.p * n.v - 1) if n.p > 1 else 0),
-    ),
+    "v": Placement((lambda s, p: min(s, 2 * p - 1 - s),), chunks=2),
+    "looped": Placement((lambda s, p: s % p,), chunks=2, free=True),
     # Each half of the microbatches enters at a different end of the ranks.
-    "mirror": Placement((lambda s, p: s, lambda s, p: p - 1 - s), ONE_WAY),
+    "mirror": Placement((lambda s, p: s, lambda s, p: p - 1 - s)),
 }

@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mpipar.pipeline.check import check_programs, peak_stash
-from mpipar.pipeline.costs import Costs
+from mpipar.pipeline.costs import Costs, Number
 from mpipar.pipeline.events import Events, Span
-from mpipar.pipeline.forms import Number
 from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
 
 

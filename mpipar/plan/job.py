@@ -21,12 +21,9 @@ MFU_RULES = {
     "embedding": "and a matmul with the input embedding, as if its look-up were one",
     "whole-heads": "keys and values as wide as queries, whatever the model has",
 }
-# The schedules, and those of published runs for which one of them stands.
-BY_NAME = FAMILIES | {
-    name: family._replace(bubble=bubble)
-    for family in FAMILIES.values()
-    for name, bubble in family.published.items()
-}
+# Names of schedules in published runs, and the schedule that keeps as much of as many microbatches.
+PUBLISHED = {"none": "1f1b", "zb-1p": "zb-h1", "zb-2p": "zb-h2"}
+BY_NAME = FAMILIES | {name: FAMILIES[own] for name, own in PUBLISHED.items()}
 
 
 @dataclass(frozen=True)

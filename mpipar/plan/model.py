@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpipar.pipeline.forms import Letters
+from mpipar.pipeline.forms import FORMS, FULL, POSTPONED, Form, Letters
 from mpipar.plan.job import Layout, Segment, Shape, Stack, segments, utilization
 from mpipar.plan.machine import Machine
 
@@ -26,6 +26,8 @@ SUM_OF_PARTS = 1.2  # time of reduce-scatter + all-gather over one all-reduce of
 BARRIER = 0.07  # launch of a barrier over launches of a block's forward: chosen on steps
 UNALIGNED = 2.5  # time of a matmul over a vocabulary that is no multiple of 8: chosen on steps
 Collective = Callable[[float, int, int], float]  # (bytes, ranks, stride) -> seconds
+# The bubbles of published schedules. zb-2p has none: a step begins before the last has ended.
+BUBBLES = {"none": FULL, "zb-1p": POSTPONED, "zb-2p": Form("0", lambda n: 0)}
 BEYOND = 2.0  # points of MFU by which a plan may exceed the best measured step of its device
 
 
@@ -294,13 +296,19 @@ def capped(shape: Shape, layout: Layout, machine: Machine, step: Step) -> Step:
     return step._replace(capped=max(0.0, least - step.total))
 
 
+def bubble_of(schedule: str) -> Form:
+    """Return the formula of a schedule's bubble; those of published runs have their own."""
+    bubble = BUBBLES[schedule] if schedule in BUBBLES else FORMS[schedule].bubble
+    assert bubble is not None, schedule
+    return bubble
+
+
 def closed(shape: Shape, layout: Layout, block: Block, busy: list[float]) -> float:
     """Return the seconds of all passes in closed form: a rank computes, and waits for others.
 
     With a split backward the last rank does not set the pace: all have the same gap somewhere.
     """
     counts, waits, gaps = layout.blocks_of(shape.layers), 0.0, []
-    assert layout.family.bubble is not None, layout.schedule
     letters = Letters(
         2,
         layout.num_microbatches,
@@ -309,7 +317,7 @@ def closed(shape: Shape, layout: Layout, block: Block, busy: list[float]) -> flo
         block.i.total + block.again.total,
         block.w.total,
     )
-    each = layout.family.bubble.value(letters)
+    each = bubble_of(layout.schedule).value(letters)
     for rank in range(layout.pp):
         gaps.append(waits)
         waits += counts[rank] * each

@@ -23,7 +23,7 @@ from mpipar.plan.memory import GIB, Memory, fullest, in_flight
 from mpipar.plan.model import Block, Step, block_of, step_time
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
-SCHEDULES = tuple(name for name, family in FAMILIES.items() if family.planned)
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 MOST_ROWS = 64  # of a microbatch
 LONG = 8192  # tokens from which cutting a sequence pays off
 

@@ -7,16 +7,12 @@ from mpipar.config.rule import broken_of
 from mpipar.config.setting import value_problem
 from mpipar.errors import UsageError
 from mpipar.pipeline.combinations import OF_SCHEDULES
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.forms import ClosedForm, Letters, evaluated
 from mpipar.pipeline.instructions import Instr, Schedule
-from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.families import FAMILIES, SCHEDULES, num_stages
 
 __all__ = [
     "FAMILIES",
     "SCHEDULES",
-    "closed_form",
     "make_schedule",
     "num_stages",
     "schedule_problems",
@@ -86,20 +82,3 @@ def schedule_problems(
     bad = {one: text for one, text in wrong.items() if text}
     rules = broken_of(OF_SCHEDULES, values, bad)
     return [*bad.values(), *(rule.problem(values) for rule in rules)]
-
-
-def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
-    """Return the formulas of a schedule; None for unequal stages.
-
-    schedule: made by `make_schedule`.
-    """
-    family = FAMILIES.get(schedule.name)
-    equal = [cost for cost in (costs.f, costs.i, costs.w) if not isinstance(cost, tuple)]
-    if family is None or len(equal) < 3:
-        return None
-    n = Letters(
-        schedule.pp_size, schedule.num_microbatches, schedule.num_stages // schedule.pp_size, *equal
-    )
-    bubble = family.bubble if costs.overlap == 1 else None
-    forms = bubble, family.peak, PLACEMENTS[family.placement].messages, family.hops
-    return ClosedForm(*(evaluated(form, n) for form in forms))
