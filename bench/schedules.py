@@ -22,11 +22,11 @@ from mpipar.comm.facts import gather_numbers
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.engine import Engine, WholeWeights
 from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 
 SHAPE = (4, 8)  # of an activation: small, because messages are not measured here
 TOLERANCE = 0.05  # of the simulated makespan

@@ -79,8 +79,11 @@ def target(name):
 
 
 def folder(module):
-    """ops.cuda.gemm -> ops; a module of the root is a floor of its own."""
-    return module.split(".")[0]
+    """ops.cuda.gemm -> ops, study.schedules.draw -> study.schedules; a root module is its own."""
+    parts = module.split(".")
+    if parts[0] == "study":
+        return ".".join(parts[:2]) if len(parts) > 1 else "__init__"
+    return parts[0]
 
 
 def circle(graph):

@@ -10,12 +10,12 @@ from in_process import assert_refused, printed
 from trace_cases import pipeline_trace
 
 from mpipar.commands import schedule as command
-from mpipar.console import explorer
 from mpipar.errors import UsageError
-from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import is_compute
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule
+from mpipar.study.schedules import explorer
+from mpipar.study.schedules.costs import Costs
 from mpipar.trace import trace_file
 
 

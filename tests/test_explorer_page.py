@@ -9,9 +9,7 @@ import pytest
 from trace_cases import pipeline_trace
 
 from mpipar.commands import schedule as command
-from mpipar.console import explorer
 from mpipar.pipeline.check import check
-from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Instr, Schedule, ScheduleError, is_compute
 from mpipar.pipeline.schedules.catalog import (
@@ -20,7 +18,9 @@ from mpipar.pipeline.schedules.catalog import (
     schedule_problems,
     with_reduce_grad,
 )
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules import explorer
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 from mpipar.trace import trace_file
 
 pytestmark = pytest.mark.browser

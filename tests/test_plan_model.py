@@ -13,9 +13,7 @@ from bench import published as judged
 from bench.runs import published_runs, read_runs, stack_name
 from mpipar.config.presets import PRESETS
 from mpipar.config.sections import build
-from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.pipeline.simulate import simulate
 from mpipar.plan.job import STACKS, Layout, Shape, segments, utilization
 from mpipar.plan.machine import Link, fewest_members, load_machine, machine_names
 from mpipar.plan.memory import GIB, fullest, in_flight
@@ -29,6 +27,8 @@ from mpipar.plan.search import (
     schedules,
     search,
 )
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 
 RESULTS = Path(judged.__file__).parent / "results"
 A100, H100 = load_machine("a100-80"), load_machine("h100")

@@ -11,10 +11,10 @@ import pytest
 from mpipar import cli
 from mpipar.commands import schedule as command
 from mpipar.errors import OutputError, UsageError
-from mpipar.pipeline import draw
-from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules import draw
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 
 
 def run(words, capsys):

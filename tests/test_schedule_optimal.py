@@ -8,9 +8,9 @@ from itertools import product
 
 import pytest
 
-from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule, schedule_problems
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 
 
 def best_step(ranks, m, cap, limit):

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from schedule_cases import compute, counts
 
 from mpipar.errors import UsageError
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.forms import closed_form
 from mpipar.pipeline.instructions import (
     ScheduleError,
     is_compute,
@@ -22,7 +20,9 @@ from mpipar.pipeline.instructions import (
     parts,
 )
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.forms import closed_form
+from mpipar.study.schedules.simulate import simulate
 
 
 def longest_paths(schedule, costs):

@@ -11,8 +11,6 @@ from schedule_cases import compute, counts
 
 from mpipar.errors import UsageError
 from mpipar.pipeline.check import check
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.forms import closed_form
 from mpipar.pipeline.instructions import Instr, is_compute, lower, parts, receives, sends
 from mpipar.pipeline.schedules.catalog import (
     FAMILIES,
@@ -21,7 +19,9 @@ from mpipar.pipeline.schedules.catalog import (
     num_stages,
     schedule_problems,
 )
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.forms import closed_form
+from mpipar.study.schedules.simulate import simulate
 
 SPLIT = tuple(name for name, family in FAMILIES.items() if family.split)
 

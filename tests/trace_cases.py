@@ -7,9 +7,9 @@ from random import Random
 from planted_delays import MS, record
 
 from mpipar.comm.record import LayerOperation, Load, Span
-from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 from mpipar.trace import segments, trace_file, waits
 from mpipar.trace.clock import CommonClock
 from mpipar.trace.trace_file import RankTrace as Rank

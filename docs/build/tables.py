@@ -19,7 +19,8 @@ from mpipar import errors
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """errors files ops comm data partition job config layers models pipeline checkpoint
-    console trace train study plan inference run learn commands cli __main__""".split()
+    console study.schedules trace train study.explain plan inference run learn commands cli
+    __main__""".split()
 SOURCES = (".py", ".cu", ".cuh", ".js", ".css", ".html")
 COMMENT = re.compile(r"^((?://.*\n)+)|^/\*(.*?)\*/|<!--(.*?)-->", re.MULTILINE | re.DOTALL)
 
@@ -138,7 +139,8 @@ def map_rows(root: Path, base: Path, places: dict[Path, list[Path]]) -> Iterable
 
 def folders(root: Path) -> list[Path]:
     """Return the folders of the package, from the ground up."""
-    return [path for path in (root / "mpipar" / floor for floor in FLOORS) if path.is_dir()]
+    below = (root / "mpipar" / floor.replace(".", "/") for floor in FLOORS)
+    return [path for path in below if path.is_dir()]
 
 
 def folder_table(root: Path) -> str:

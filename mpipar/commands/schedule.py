@@ -10,15 +10,11 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting, switch
-from mpipar.console import explorer, output
-from mpipar.console.bubble import measured_costs
+from mpipar.console import output
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError, UserError
 from mpipar.files.text import brief, counted, harmless, shown
-from mpipar.pipeline import csv_format, draw
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.draw import svg
-from mpipar.pipeline.forms import ClosedForm, closed_form
+from mpipar.pipeline import csv_format
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.schedules.catalog import (
     FAMILIES,
@@ -26,7 +22,12 @@ from mpipar.pipeline.schedules.catalog import (
     make_schedule,
     schedule_problems,
 )
-from mpipar.pipeline.simulate import Timeline, simulate
+from mpipar.study.schedules import draw, explorer
+from mpipar.study.schedules.bubble import measured_costs
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.draw import svg
+from mpipar.study.schedules.forms import ClosedForm, closed_form
+from mpipar.study.schedules.simulate import Timeline, simulate
 from mpipar.trace import pop, trace_file
 
 # What a number in --costs may look like; a larger exponent would make it endlessly long.

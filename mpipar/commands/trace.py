@@ -6,10 +6,10 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
-from mpipar.console.bubble import bubble_table
 from mpipar.console.tables import nbytes, table
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted, harmless
+from mpipar.study.schedules.bubble import bubble_table
 from mpipar.trace import html, perfetto, pop, trace_file
 from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, cause_rows, rank_rows
 from mpipar.trace.timeline import median_step, timeline

@@ -1,4 +1,1 @@
-"""Pipeline schedules as data: made (schedules), proved (check), timed (simulate), drawn (draw).
-
-One engine runs any of them.
-"""
+"""Pipeline schedules as data: made (schedules), proved (check), run by one engine."""

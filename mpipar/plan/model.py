@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpipar.pipeline.forms import FORMS, FULL, POSTPONED, Form, Letters
 from mpipar.plan.job import Layout, Segment, Shape, Stack, segments, utilization
 from mpipar.plan.machine import Machine
+from mpipar.study.schedules.forms import FORMS, FULL, POSTPONED, Form, Letters
 
 # How often an activation crosses memory outside matmuls, forward and backward: two norms and two
 # residual sums with dropout; the activation function; the copies of q, k and v; routed tokens.

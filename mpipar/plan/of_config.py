@@ -6,11 +6,11 @@ from mpipar import models
 from mpipar.config.sections import Config
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import UsageError
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.simulate import simulate
 from mpipar.plan.job import BY_NAME, STACKS, Layout, Shape
 from mpipar.plan.machine import Machine
 from mpipar.plan.model import Step, block_of, step_time
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 from mpipar.train.build import configured_schedule
 
 

@@ -15,7 +15,6 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.config.run import TEMPERATURE
 from mpipar.console import tables as console
-from mpipar.console.bubble import bubble_rows, bubble_table, recorded_facts
 from mpipar.console.memory import process_peak
 from mpipar.console.time_shares import crowded, share_facts, share_table
 from mpipar.data import rows
@@ -24,6 +23,7 @@ from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.files.text import quoted
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
+from mpipar.study.schedules.bubble import bubble_rows, bubble_table, recorded_facts
 
 
 class Evaluation:

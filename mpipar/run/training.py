@@ -33,10 +33,7 @@ from mpipar.errors import (
 from mpipar.files.text import one_line
 from mpipar.job.environment import host_name
 from mpipar.ops.timed_ops import TimedOps
-from mpipar.pipeline import draw
 from mpipar.pipeline.check import check
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.simulate import simulate
 from mpipar.run import finish, report, resume
 from mpipar.run.auto import legal_layouts, with_choice
 from mpipar.run.folder import (
@@ -55,6 +52,9 @@ from mpipar.run.folder import (
 from mpipar.run.inputs import prepare
 from mpipar.run.memory_limit import MemoryLimit
 from mpipar.study.explain.predict import predict
+from mpipar.study.schedules import draw
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 from mpipar.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
 from mpipar.train.optim import warm_up_notes

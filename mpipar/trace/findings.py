@@ -16,11 +16,11 @@ from statistics import mean, median
 from mpipar import models
 from mpipar.comm.record import PASSES
 from mpipar.config.model import model_config
-from mpipar.console.bubble import measured_costs
 from mpipar.models.split import balanced_layers, stage_flops
-from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules.bubble import measured_costs
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 from mpipar.trace import pop
 from mpipar.trace.causes import Cause, Cost
 from mpipar.trace.links import slow_links

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from mpipar.comm.record import PASSES, Span
-from mpipar.console import bubble
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.simulate import Timeline, simulate
+from mpipar.study.schedules import bubble
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import Timeline, simulate
 from mpipar.trace.segments import IDLE, Segment
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Waits, find

@@ -20,10 +20,10 @@ from mpipar.commands.schedule import costs_of, title
 from mpipar.config.flags import Parser
 from mpipar.console.tables import nbytes
 from mpipar.errors import DataError, UsageError
-from mpipar.pipeline.draw import svg
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.pipeline.simulate import simulate
 from mpipar.study.explain.predict import fullest
+from mpipar.study.schedules.draw import svg
+from mpipar.study.schedules.simulate import simulate
 
 Picture = tuple[str, str]  # SVG and alt text
 

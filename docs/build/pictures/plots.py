@@ -17,7 +17,7 @@ from mpipar.commands.schedule import cost_words, costs_of
 from mpipar.console.tables import nbytes
 from mpipar.ops.shape_array import labels_of
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules.simulate import simulate
 
 ROW = 15  # between two names
 PURPOSES = {"weights": "r0", "gradients": "r1", "optimizer": "r2", "stash": "r3", "buffers": "r4"}

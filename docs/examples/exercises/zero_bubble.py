@@ -8,9 +8,9 @@ its input gradient and 0W0 its weight gradient.
 
 from pathlib import Path
 
-from mpipar.pipeline.costs import Costs
 from mpipar.pipeline.csv_format import read_csv
-from mpipar.pipeline.simulate import simulate
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
 
 WORKERS, MICROBATCHES = 2, 8
 

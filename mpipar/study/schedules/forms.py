@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mpipar.pipeline.costs import Costs, Number
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.schedules.families import FAMILIES
+from mpipar.study.schedules.costs import Costs, Number
 
 
 class Letters(NamedTuple):

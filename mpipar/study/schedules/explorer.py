@@ -3,7 +3,7 @@
 The page creates no schedules: Python generates the orders of all schedules for a grid of counts,
 and the page carries them as data, in the form of CSV cells. What it does itself is in
 explorer_page/; tests keep its proof and simulation equal to `pipeline.check` and
-`pipeline.simulate`.
+`study.schedules.simulate`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterable
 from importlib.resources import files
 from itertools import product
+from typing import Any
 
 from mpipar.console import html
 from mpipar.pipeline.csv_format import MIRROR_LINE
@@ -33,9 +34,10 @@ SCRIPTS = (
     "edit.js",
     "explorer.js",
 )
+Orders = dict[str, list[str] | str]  # see `known_orders`
 
 
-def build(data: dict, orders: dict, fallback: str) -> str:
+def build(data: dict[str, Any], orders: Orders, fallback: str) -> str:
     """Return the page. data: its initial state. orders: see `known_orders`.
 
     fallback: a drawing in SVG for readers without JavaScript.
@@ -60,7 +62,7 @@ def build(data: dict, orders: dict, fallback: str) -> str:
         "mirrorLine": MIRROR_LINE,
     }
     return html.build(
-        files("mpipar.console") / "explorer_page",
+        files("mpipar.study.schedules") / "explorer_page",
         SCRIPTS,
         facts | data,
         ORDERS=packed,
@@ -68,9 +70,11 @@ def build(data: dict, orders: dict, fallback: str) -> str:
     )
 
 
-def known_orders(ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES) -> dict:
+def known_orders(
+    ranks: Iterable[int] = RANKS, microbatches: Iterable[int] = MICROBATCHES
+) -> Orders:
     """Return {"name p m chunks": passes of each rank, or why there is no such schedule}."""
-    found = {}
+    found: Orders = {}
     for name in FAMILIES:
         for p, m, chunks in product(ranks, microbatches, chunk_counts(name)):
             problems = schedule_problems(name, p, m, chunks)
@@ -94,7 +98,7 @@ def passes(schedule: Schedule) -> list[str]:
     ]
 
 
-def schedule_facts(schedule: Schedule) -> dict:
+def schedule_facts(schedule: Schedule) -> dict[str, Any]:
     """Return a schedule that is not among the known orders as values for JSON."""
     return {
         "name": schedule.name,

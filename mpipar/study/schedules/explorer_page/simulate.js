@@ -1,6 +1,6 @@
-// How long an order takes, as in pipeline/simulate.py with the costs f, i, w and hop. A worker runs
-// its passes one after the other, each as soon as its data have arrived. A browser test keeps the
-// times equal to Python's.
+// How long an order takes, as in study/schedules/simulate.py with the costs f, i, w and hop. A
+// worker runs its passes one after the other, each as soon as its data have arrived. A browser test
+// keeps the times equal to Python's.
 
 /** f, i, w: the cost of a pass by stage. overlap: the cost of OVERLAP_F_B divided by that of its
     parts. hop: from the end of a pass to the start of the pass on another worker that needs it. */

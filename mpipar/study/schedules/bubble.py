@@ -10,14 +10,29 @@ and instantaneous messages.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
-from mpipar.comm.record import PASSES
+from mpipar.comm.record import PASSES, Recorder, Span
 from mpipar.console.tables import table
-from mpipar.pipeline.costs import Costs
-from mpipar.pipeline.simulate import simulate
+from mpipar.pipeline.instructions import Schedule
+from mpipar.study.schedules.costs import Costs
+from mpipar.study.schedules.simulate import simulate
+
+Facts = dict[str, dict[Any, float]]  # of a rank, see span_facts; values for JSON
 
 
-def recorded_facts(recorder) -> dict:
+class Row(NamedTuple):
+    """A pipeline rank's busy fraction and seconds of bubble per step, measured and simulated."""
+
+    pp_rank: int
+    busy: float
+    bubble: float
+    simulated_busy: float
+    simulated_bubble: float
+
+
+def recorded_facts(recorder: Recorder) -> Facts:
     """Return the `span_facts` of this rank's steps that are complete in the ring.
 
     The oldest may have lost its first spans.
@@ -29,12 +44,14 @@ def recorded_facts(recorder) -> dict:
     return span_facts(spans, whole)
 
 
-def span_facts(spans, whole: set[int]) -> dict:
+def span_facts(spans: Iterable[Span], whole: set[int]) -> Facts:
     """Return a rank's mean seconds per pass (by kind, stage), and busy and pipeline s per step.
 
     whole: the steps to include.
     """
-    passes, busy, pipeline = defaultdict(list), defaultdict(float), defaultdict(float)
+    passes: dict[str, list[float]] = defaultdict(list)
+    busy: dict[int, float] = defaultdict(float)
+    pipeline: dict[int, float] = defaultdict(float)
     for span in spans:
         if span.step not in whole:
             continue
@@ -51,7 +68,7 @@ def span_facts(spans, whole: set[int]) -> dict:
     }
 
 
-def measured_costs(facts: list[dict], num_stages: int) -> Costs:
+def measured_costs(facts: list[Facts], num_stages: int) -> Costs:
     """Return f, i, w of each stage, averaged over the ranks that ran it; i and w halve a B."""
     sums = defaultdict(list)
     for fact in facts:
@@ -61,16 +78,14 @@ def measured_costs(facts: list[dict], num_stages: int) -> Costs:
     halves = {
         kind + key[1:]: full / 2 for key, full in mean.items() if key[0] == "B" for kind in "IW"
     }
-    return Costs(
-        **{
-            kind.lower(): tuple((mean | halves)[f"{kind}{stage}"] for stage in range(num_stages))
-            for kind in "FIW"
-        }
+    f, i, w = (
+        tuple((mean | halves)[f"{kind}{stage}"] for stage in range(num_stages)) for kind in "FIW"
     )
+    return Costs(f, i, w)
 
 
-def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]:
-    """Return rows (pp_rank, busy fraction, bubble s, simulated busy fraction, simulated bubble s).
+def bubble_rows(facts: list[Facts], pp_ranks: list[int], schedule: Schedule) -> list[Row]:
+    """Return a row for each pipeline rank.
 
     facts: `span_facts` of every world rank. pp_ranks: their pipeline ranks.
     """
@@ -83,7 +98,7 @@ def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]
         members = [fact for fact, place in zip(facts, pp_ranks, strict=True) if place == pp_rank]
         busy = sum(fact["busy"][step] for fact in members for step in steps) / len(members)
         rows.append(
-            (
+            Row(
                 pp_rank,
                 busy / total,
                 (total - busy) / len(steps),
@@ -94,17 +109,17 @@ def bubble_rows(facts: list[dict], pp_ranks: list[int], schedule) -> list[tuple]
     return rows
 
 
-def bubble_table(rows: list[tuple]) -> str:
+def bubble_table(rows: list[Row]) -> str:
     """Return the rows as text."""
     lines = [("pipeline rank", "busy measured", "simulated", "bubble measured", "simulated")]
-    for pp_rank, busy, bubble, busy_sim, bubble_sim in rows:
-        lines.append(
-            (
-                pp_rank,
-                f"{busy:.1%}",
-                f"{busy_sim:.1%}",
-                f"{bubble * 1e3:.1f} ms",
-                f"{bubble_sim * 1e3:.1f} ms",
-            )
+    lines += [
+        (
+            str(row.pp_rank),
+            f"{row.busy:.1%}",
+            f"{row.simulated_busy:.1%}",
+            f"{row.bubble * 1e3:.1f} ms",
+            f"{row.simulated_bubble * 1e3:.1f} ms",
         )
+        for row in rows
+    ]
     return table(lines)

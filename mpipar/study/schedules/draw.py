@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from math import ceil, floor, log10
 from typing import NamedTuple
 
-from mpipar.pipeline.costs import Number
 from mpipar.pipeline.instructions import Instr, Schedule, is_compute, neighbours, parts
-from mpipar.pipeline.simulate import Timeline
+from mpipar.study.schedules.costs import Number
+from mpipar.study.schedules.simulate import Timeline
 
 WIDTH = 100  # characters of a line
 MAX_PANELS = 6  # panels below each other; a longer step is drawn without microbatch numbers

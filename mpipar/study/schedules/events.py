@@ -13,7 +13,6 @@ from math import inf
 from typing import NamedTuple
 
 from mpipar.pipeline.check import circle
-from mpipar.pipeline.costs import Costs, Number
 from mpipar.pipeline.instructions import (
     WIRE_KINDS,
     Instr,
@@ -24,6 +23,7 @@ from mpipar.pipeline.instructions import (
     neighbours,
     on_wire,
 )
+from mpipar.study.schedules.costs import Costs, Number
 
 
 class Span(NamedTuple):

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mpipar.pipeline.check import check_programs, peak_stash
-from mpipar.pipeline.costs import Costs, Number
-from mpipar.pipeline.events import Events, Span
 from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
+from mpipar.study.schedules.costs import Costs, Number
+from mpipar.study.schedules.events import Events, Span
 
 
 @dataclass(frozen=True)
