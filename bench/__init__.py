@@ -7,10 +7,13 @@ share is in those folders.
 
 import os
 
+from mpipar.job.blas import choose_kernels
 from mpipar.job.environment import presets
 from mpipar.job.malloc import keep_heap
 
-# This must come before a benchmark imports NumPy: BLAS reads its number of threads once, and the
-# ranks of a host share its cores. mpipar's own commands have the guard, which imports NumPy later.
+# This must come before a benchmark imports NumPy: BLAS reads its kernels and its number of threads
+# once, and the ranks of a host share its cores. mpipar's own commands have the guard, which imports
+# NumPy later.
+choose_kernels(os.environ)
 os.environ.update(presets(os.environ, len(os.sched_getaffinity(0))))
 keep_heap()

@@ -80,7 +80,17 @@ def write(
         "rows": rows,
         **(beside or {}),
     }
-    write_text(path, json.dumps(result, indent=1) + "\n")
+    write_text(path, one_row_a_line(result) + "\n")
+
+
+def one_row_a_line(value) -> str:
+    """Return JSON in which each row of a list, and each key above it, has a line of its own."""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(map(json.dumps, value)) + "\n]"
+    if isinstance(value, dict) and any(isinstance(one, dict | list) for one in value.values()):
+        parts = (f"{json.dumps(name)}: {one_row_a_line(one)}" for name, one in value.items())
+        return "{\n" + ",\n".join(parts) + "\n}"
+    return json.dumps(value)
 
 
 def write_text(path: str | Path, text: str) -> None:

@@ -51,10 +51,10 @@ from bench.kernels import gpu_products
 from bench.kernels.gpu_memory import ADAMW
 from bench.kernels.gpu_products import HEAD_WIDTH, backward, parts
 from bench.program import Outcome, Program
-from bench.step import blas
 from bench.timing import seconds_of
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
+from mpipar.job import blas
 from mpipar.ops import make, numpy_ops
 from mpipar.ops.array_ops import ArrayOps
 
@@ -243,6 +243,11 @@ def run(args) -> Outcome:
     )
 
 
+def numpy_blas() -> str:
+    """Return NumPy's library with its version and the processor that its kernels are for."""
+    return blas.shown(blas.pools()[0]).replace(", kernels for", "")
+
+
 def run_products(args) -> Outcome:
     """Measure one product from loops to BLAS.
 
@@ -258,7 +263,7 @@ def run_products(args) -> Outcome:
     facts = {
         "size": args.size,
         "repeats": args.repeats,
-        "blas": blas.numpy_blas(),
+        "blas": numpy_blas(),
         "copy_gbs": copy_gbs,
         "blas_gflops": rows[-1]["gflops"],
     }
@@ -266,7 +271,7 @@ def run_products(args) -> Outcome:
         rows,
         facts,
         variant="--products",
-        head=f"one thread: copy {copy_gbs:.1f} GB/s, {blas.numpy_blas()}",
+        head=f"one thread: copy {copy_gbs:.1f} GB/s, {numpy_blas()}",
     )
 
 

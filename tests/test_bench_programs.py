@@ -9,7 +9,7 @@ import pytest
 from bench_rows import SESSION
 from helpers import run_command, run_ranks
 
-from bench import generate, reading_path, results, schedules, startup, tiles
+from bench import generate, reading_path, results, schedules, tiles
 from bench.__main__ import main, programs
 from bench.claims import __main__ as claims
 from bench.kernels import __main__ as kernels
@@ -22,7 +22,6 @@ from mpipar.errors import (
     EXIT_OUTPUT,
     EXIT_USAGE,
     DataError,
-    EnvironmentProblem,
     OutputError,
     UsageError,
 )
@@ -52,7 +51,7 @@ def measured(path, name, words, ranks=None, codes=(0,)):
 # --- by name
 
 
-@pytest.mark.parametrize("name", ["compare", "step.cable"])
+@pytest.mark.parametrize("name", ["compare"])
 def test_both_names_start_the_same_program(name):
     by_runner, by_module = run("bench", name, "--help"), run(f"bench.{name}", "--help")
     assert by_runner.returncode == EXIT_OK
@@ -68,7 +67,7 @@ def test_the_list_shows_each_program_with_its_subject(capsys):
     assert main([]) == EXIT_OK
     lines = capsys.readouterr().out.splitlines()[2:]
     assert [line.split()[0] for line in lines] == list(programs())
-    assert {"interconnect", "step", "step.against", "docs"} <= set(programs())
+    assert {"interconnect", "step", "docs"} <= set(programs())
     assert all(len(line.split()) > 3 for line in lines)
 
 
@@ -143,7 +142,7 @@ def test_matmul_keeps_a_file_that_is_not_its_own(tmp_path, text):
     assert path.read_text() == text
 
 
-@pytest.mark.parametrize("parse", [matmul.main.parse, step.parse, tiles.main.parse])
+@pytest.mark.parametrize("parse", [matmul.main.parse, step.main.parse, tiles.main.parse])
 @pytest.mark.parametrize("number", ["0", "-3", "x", "1.5"])
 def test_a_size_is_a_whole_number_above_zero(parse, number, capsys):
     with pytest.raises((UsageError, SystemExit)) as caught:
@@ -311,42 +310,3 @@ def test_every_number_of_ranks_has_its_square_grids():
         9: ["3 x 3", "1 x 1 x 9"],
         12: ["2 x 2 x 3", "1 x 1 x 12"],
     }
-
-
-# --- bench.startup times a run from its command to its first step
-
-
-RUN = """
-import json, pathlib, sys, time
-pathlib.Path("runs/0001").mkdir(parents=True)
-lines = [{"step_seconds": seconds} for seconds in (0.5, 0.2, 0.1)]
-pathlib.Path("runs/0001/metrics.jsonl").write_text("\\n".join(map(json.dumps, lines)))
-print("headline")
-print("step 1/3 | loss 5.5", flush=True)
-sys.exit(int(sys.argv[1]))
-"""
-
-
-def test_a_start_ends_with_the_first_step(monkeypatch, tmp_path):
-    monkeypatch.setattr(startup, "command", lambda *_: [sys.executable, "-c", RUN, "0"])
-    found = startup.row(1, None, 2)
-    assert found["first_step_ms"] == 500
-    assert found["later_step_ms"] == 100
-    assert 0 < found["least_s"] <= found["start_s"]
-    path = tmp_path / "startup.json"
-    assert startup.main(["--ranks", "1,2", "--repeats", "1", "--json", str(path)], None) == 0
-    assert [row["ranks"] for row in json.loads(path.read_text())["rows"]] == [1, 2]
-
-
-def test_a_start_that_fails_is_said():
-    with pytest.raises(EnvironmentProblem, match="failed"):
-        startup.one_start([sys.executable, "-c", RUN, "3"])
-    with pytest.raises(UsageError, match="--ranks"):
-        startup.main.parse(["--ranks", "1,x"])
-
-
-def test_the_command_is_that_of_a_user():
-    assert startup.command(1, None)[1:4] == ["-m", "mpipar", "train"]
-    argv = startup.command(2, "numba")
-    assert argv[1:3] == ["-n", "2"]
-    assert argv[-2:] == ["--kernels", "numba"]

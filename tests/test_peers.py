@@ -5,7 +5,6 @@ import pytest
 from config_helpers import changed
 from helpers import assert_all_close, assert_close
 
-from bench.step.torch_decoder import TorchDecoder
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.model import ARCHS
@@ -14,7 +13,10 @@ from mpipar.data.rows import Batch
 from mpipar.ops import make
 from mpipar.train.worker import Worker
 
-torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")
+pytest.importorskip("torch", reason="peers: PyTorch is not installed")
+
+from bench.step.torch_decoder import TorchDecoder
+
 pytestmark = pytest.mark.peers
 TOL = 1e-9
 SHAPES = {
@@ -68,9 +70,7 @@ def both_sides(rng, num_microbatches=2, **values):
         return Batch(part[:, :-1].copy(), part[:, 1:].copy(), positions)
 
     batches = [batch_of(part) for part in parts]
-    theirs = TorchDecoder(
-        torch, config, batch_of(rows), {param.name: param.data for param in params}
-    )
+    theirs = TorchDecoder(config, batch_of(rows), {param.name: param.data for param in params})
     return worker, params, batches.__getitem__, theirs
 
 

@@ -2,45 +2,38 @@
 
     python -m bench.step                          # one rank beside PyTorch on one thread
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
-    python -m bench.step --freed                  # neither BLAS asks who made the processor
     python -m bench.step --batch-size 8 --repeats 7
-    python -m bench.step --recipe nanogpt         # nanoGPT's recipe for a CPU, on the default text
     python -m bench.step --arch llama --kv-heads 2
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
     python -m bench.step --sides best             # the fastest form of each, or with `own` of ours
     mpiexec -n 2 python -m bench.step --sides own --all-reduce window,auto
-    python -m bench.step --cable 200,1000         # on two hosts: see bench/step/cable.py
-    python -m bench.step.against ../before        # the step of another checkout
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba. On several ranks they
-are data and tensor parallelism, and pipelines (1f1b, zb-h1, zb-v). One rank alone is measured with
-the whole batch at once, and in the microbatches of the pipelines. The side `apart` sends nothing:
-every rank makes a whole step of its own, all at the same time. Its times are those of a step,
-divided by the number of ranks, so its speedup is what the cores give to any layout. If PyTorch is
-installed, its side `torch` runs eagerly. It computes attention explicitly (product, mask, softmax,
-product), as mpipar does. Its other sides use its own attention, its own AdamW in one pass, and are
-compiled as a whole, if a compiler is found. All sides start from the same weights, and must give
-PyTorch's losses over three updates before anything is timed. Their repetitions alternate, so that a
-slow spell of the machine hits all.
+are data and tensor parallelism, ZeRO, and pipelines (1f1b, zb-h1, zb-v). One rank alone is measured
+with the whole batch at once, and in the microbatches of the pipelines. The side `apart` sends
+nothing: every rank makes a whole step of its own, all at the same time. Its times are those of a
+step, divided by the number of ranks, so its speedup is what the cores give to any layout.
 
-The sides `products` multiply what one rank's step multiplies, and do nothing else, by NumPy and by
-PyTorch. Their tflops are the rates of both libraries at the shapes of the step. On several ranks
-NumPy has one rank's threads, PyTorch all.
+If PyTorch is installed, its side `torch` runs eagerly. It computes attention explicitly (product,
+mask, softmax, product), as mpipar does. Its other sides use its own attention, its own AdamW in one
+pass, and are compiled as a whole, if a compiler is found. On several ranks, `torch DDP` and `torch
+FSDP2` (a unit for each block) have its own attention and AdamW, and send by gloo. PyTorch runs in
+processes of its own, because the threads of two libraries in one process slow each other down.
 
-With 16 bits both sides update float32 weights and compute with a rounded copy; PyTorch does not use
+All sides start from the same weights, and must give PyTorch's losses over three updates before
+anything is timed. Their repetitions alternate, so that a slow spell of the machine hits all. With
+16 bits both sides update float32 weights and compute with a rounded copy; PyTorch does not use
 autocast. Losses must then agree to one rounding of the type. float16 keeps mpipar's initial loss
 scale throughout.
 
 Columns are medians over the repetitions. On several ranks the slowest one is timed, from a barrier
-to its last update. over_torch: step_ms over that of `torch`. best_over_torch: the same for the best
-repetitions. over_best: step_ms over that of PyTorch's fastest side. over_products: over that of one
-rank's products, in the same repetition. speedup: one rank's time over this one, likewise. blas: the
-library that multiplies, and the processor that it chose its kernels for. in_communication: share of
-the step inside barriers or waiting for messages. tflops: operations of the products, 6 B T P + 12 L
-B T^2 D (P: elements of the matrices of blocks and head), per second. mfu: tflops over the peak of
-the devices of all ranks that computed. The peak of a device is --peak-tflops, else that of the
-maker's data sheet for --dtype (bench/kernels/gpu.py; dense, and without TF32). If neither is known,
-as on a CPU, the column is missing.
+to its last update. over_torch: step_ms over that of `torch`. over_best: the same over PyTorch's
+fastest side. speedup: one rank's time over this one, in the same repetition. in_communication:
+share of the step inside barriers or waiting for messages. tflops: operations of the products, 6 B T
+P + 12 L B T^2 D (P: elements of the matrices of blocks and head), per second. mfu: tflops over the
+peak of the devices of all ranks that computed. The peak of a device is --peak-tflops, else that of
+the maker's data sheet for --dtype (bench/kernels/gpu.py; dense, and without TF32). If neither is
+known, as on a CPU, the column is missing.
 """
 
 from __future__ import annotations
@@ -50,83 +43,54 @@ import math
 import shutil
 import statistics
 import sys
-from argparse import BooleanOptionalAction
+import tempfile
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import results
 from bench.kernels import gpu
-from bench.step import blas
-from bench.step.cable import SIZES, on_each_cable
-from bench.step.sides import (
-    CHECK_STEPS,
-    PARTS,
-    RECIPE,
-    WARM_UP_STEPS,
-    OurSide,
-    Products,
-    add_sizes,
-    configure,
-    losses,
-    measure_steps,
-    products_of,
-    rows_of,
-    step_flops,
-    torch_side,
-)
-from mpipar.comm.facts import gather_numbers
+from bench.program import Outcome, Program
+from bench.results import versions
+from bench.step.sides import OurSide, add_sizes, configure, rows_of, step_flops
+from bench.step.torch_process import ALONE, TOGETHER, TorchProcess
+from mpipar.comm.facts import broadcast_text, gather_numbers
+from mpipar.comm.hosts import quiet_barrier
 from mpipar.config import flags
 from mpipar.config.run import SUMS
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.files.text import counted
-from mpipar.job.session import guard
 from mpipar.ops import KERNELS, make
 
-SIDES = ("all", "best", "own")
 COMPILERS = {"cpu": ("g++",), "cuda": ("gcc", "clang")}  # that torch.compile needs
-ALONE, APART = ", one rank", ", apart"
+ONE, APART = ", one rank", ", apart"
 SCHEDULES, MICROBATCHES = ("1f1b", "zb-h1", "zb-v"), 8  # of the pipelines
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # of losses
+CHECK_STEPS, WARM_UP_STEPS = 3, 2
+SETTLE_SECONDS = 0.1  # idle threads of products spin for a while after a step
 
 
-def parse(argv):
-    """Read the flags: sizes of the model and of the measurement."""
-    parser = flags.Parser(prog="python -m bench.step", description=__doc__)
+def add_flags(parser) -> None:
+    """Add the flags of the model, of the sides, and of the device."""
     add_sizes(parser)
     parser.add_argument(
-        "--compiled",
-        action=BooleanOptionalAction,
-        default=None,
-        help="compile PyTorch's sides as well (where a compiler is found; "
-        "--no-compiled leaves them out)",
-    )
-    parser.add_argument(
         "--sides",
-        choices=SIDES,
+        choices=("all", "best", "own"),
         default="all",
-        help="best: mpipar with its"
-        " default kernels beside PyTorch with its own attention and AdamW, compiled"
-        " where it can be; own: the first of the two alone (all)",
+        help="best: mpipar with its default kernels beside PyTorch with its own attention and"
+        " AdamW, compiled where it can be; own: the first of the two alone (all)",
     )
     parser.add_argument(
-        blas.FLAG,
-        action="store_true",
-        help="free both BLAS libraries from what"
-        " they know of the processor's maker (see bench/step/blas.py)",
-    )
-    parser.add_argument(
-        "--recipe",
-        choices=("nanogpt",),
-        help="its sizes and its learning rate, on the default text as bytes",
+        "--no-compiled", dest="compiled", action="store_false", help="leave out torch.compile"
     )
     parser.add_argument(
         "--threads",
         type=flags.count,
         help="threads of PyTorch, and of all ranks together (number of ranks)",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--device", choices=tuple(COMPILERS), default="cpu")
     parser.add_argument(
         "--dtype",
         choices=tuple(TOLERANCE),
@@ -136,40 +100,21 @@ def parse(argv):
     )
     parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device in --dtype")
     parser.add_argument(
-        "--cable",
-        type=flags.counts,
-        metavar="MBIT[,MBIT]",
-        help="time mpipar's step on two hosts that a cable of each of these rates"
-        " joins, without and with what hides messages (see bench/step/cable.py)",
-    )
-    parser.add_argument(
         "--all-reduce",
         type=lambda text: text.split(","),
         default=[],
         metavar="NAME,NAME",
         help="data and tensor parallelism also with these algorithms of train's --all-reduce",
     )
-    parser.add_argument("--json", help="write the result to this file")
-    if parser.parse_known_args(argv)[0].recipe:
-        parser.set_defaults(**RECIPE)
-    args = parser.parse_args(argv)
-    others = [
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(args).items()
-        if name not in ("cable", "json", *SIZES) and value != parser.get_default(name)
-    ]
-    if args.cable and others:
-        parser.error(
-            "--cable compares ways to send, with gpt2 in float32 on the CPU, one thread "
-            f"for each rank; leave out {', '.join(others)}"
-        )
+
+
+def check_flags(args, parser) -> None:
+    """Check what was typed. Raises UsageError."""
     if wrong := [name for name in args.all_reduce if name not in SUMS]:
         parser.error(f"--all-reduce: no {wrong[0]!r}; choose from {', '.join(SUMS)}")
-    if args.compiled is None:
-        args.compiled = any(map(shutil.which, COMPILERS[args.device]))
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         parser.error("--peak-tflops must be above 0")
-    return args
+    args.compiled = args.compiled and any(map(shutil.which, COMPILERS[args.device]))
 
 
 def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
@@ -179,31 +124,30 @@ def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
     """
     if num_ranks == 1:
         return {"": {}}, {}
-    alone = {APART: {}, ALONE: {}}
-    found = {
-        f", {axis} {num_ranks}": {axis: num_ranks}
-        for axis, count in (("dp", args.batch_size), ("tp", args.heads))
-        if count % num_ranks == 0
-    }
-    found |= {
-        f"{suffix} {name}": layout | {"all_reduce": name}
-        for suffix, layout in found.items()
-        for name in args.all_reduce
-    }
+    alone, found = {APART: {}, ONE: {}}, {}
+    for axis, count in (("dp", args.batch_size), ("tp", args.heads)):
+        if count % num_ranks == 0:
+            name = f", {axis} {num_ranks}"
+            found[name] = {axis: num_ranks}
+            found |= {
+                f"{name} {one}": {axis: num_ranks, "all_reduce": one} for one in args.all_reduce
+            }
+            if axis == "dp":
+                found |= {f"{name} zero {one}": {axis: num_ranks, "zero": one} for one in (1, 3)}
     if args.device == "cpu" and args.layers >= num_ranks:
         piped = {"pp": num_ranks, "num_microbatches": math.gcd(args.batch_size, MICROBATCHES)}
         found |= {f", pp {num_ranks} {name}": piped | {"schedule": name} for name in SCHEDULES}
         if (count := piped["num_microbatches"]) > 1:
-            alone[f"{ALONE}, {count} microbatches"] = {"num_microbatches": count}
+            alone[f"{ONE}, {count} microbatches"] = {"num_microbatches": count}
     return found, alone
 
 
-def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
+def our_sides(args, world, host_rank=0) -> tuple[list[str], dict]:
     """Return (names of our sides, the OurSide of each that this rank runs), per set of kernels.
 
     One rank alone is world rank 0; apart is every rank. Comm: makes the groups of each.
     """
-    names, sides = [], {}
+    names, sides, rows = [], {}, rows_of(args)
     together, alone = layouts_of(args, world.size)
     for suffix, layout in (together | alone).items():
         for name in KERNELS[args.device][: None if args.sides == "all" else 1]:
@@ -218,38 +162,91 @@ def our_sides(args, rows, world, host_rank=0) -> tuple[list[str], dict]:
     return names, sides
 
 
-def product_sides(args, names, sides, world) -> dict:
-    """Return {name: the products of one rank's step}, on world rank 0; on every rank the names.
-
-    sides: ours and PyTorch's.
-    """
-    if (args.device, args.dtype, args.sides) != ("cpu", "float32", "all"):
-        return {}
-    found = {"products, numpy": None} | ({"products, torch": None} if "torch" in names else {})
+def their_sides(args, world, folder: Path) -> tuple[list[str], dict, list[TorchProcess]]:
+    """Return (names of PyTorch's sides, those of this rank, and this rank's processes)."""
+    if args.sides == "own" or importlib.util.find_spec("torch") is None:
+        return [], {}, []
+    names = [name for name, how in ALONE.items() if args.compiled or not how.get("compiled")]
+    names = names if args.sides == "all" else names[-1:]
+    processes, sides, together = [], {}, []
     if world.rank == 0:
-        one = next(
-            name
-            for name in names
-            if name.startswith("mpipar numpy") and (world.size == 1 or name.endswith(ALONE))
-        )
-        taken = products_of(sides[one], CHECK_STEPS + WARM_UP_STEPS + args.repeats + 1)
-        found["products, numpy"] = Products(taken)
-        if "torch" in names:
-            torch = sides["torch"].torch
-            found["products, torch"] = Products(taken, torch.matmul, torch.from_numpy)
+        processes.append(TorchProcess(folder, args, args.threads))
+        sides = {name: processes[0].side(name) for name in names}
+    if world.size > 1 and args.batch_size % world.size == 0 and args.device == "cpu":
+        together, threads = [*TOGETHER], max(1, args.threads // world.size)
+        processes.append(TorchProcess(folder, args, threads, world.rank, world.size))
+        sides |= {name: processes[-1].side(name) for name in together}
+    return names + together, sides, processes
+
+
+def take_steps(sides, names, steps, world) -> np.ndarray:
+    """Return (names, steps, four) of this rank: losses and TIMES, NaN without a part in a side.
+
+    The sides take turns; a rank that has no part in one sleeps. Comm: barriers around each step of
+    each side, and the sides' own.
+    """
+    found = np.full((len(names), len(steps), 4), np.nan)
+    for place, step in enumerate(steps):
+        for number, name in enumerate(names):
+            time.sleep(SETTLE_SECONDS)
+            quiet_barrier(world)
+            if name in sides:
+                found[number, place] = sides[name].take(step)
+    quiet_barrier(world)  # a rank that spins in MPI would slow down the last side's threads
     return found
 
 
-def disagreement(found, wanted, dtype) -> str | None:
+def disagreement(names, losses, dtype) -> str | None:
     """Return the difference between the losses of a few full updates, or None.
 
-    The second loss is right only if every gradient and the update were right.
+    losses: (ranks, names, steps). The second loss is right only if every gradient and the update
+    were right. A rank of DDP or FSDP2 has the mean of its own rows.
     """
-    for name, ours in found.items():
-        for step, (a, b) in enumerate(zip(ours, wanted, strict=True), 1):
-            if not abs(a - b) <= TOLERANCE[dtype] * abs(b):
-                return f"{name}, step {step}: loss {a!r}, {b!r} in PyTorch"
+    reference = next((place for place, name in enumerate(names) if name in ALONE), None)
+    if reference is None:
+        return None
+    for place, name in enumerate(names):
+        own = losses[~np.isnan(losses[:, place, 0]), place]
+        for rank in [own.mean(axis=0)] if name in TOGETHER else own:
+            for step, (a, b) in enumerate(zip(rank, losses[0, reference], strict=True), 1):
+                if not abs(a - b) <= TOLERANCE[dtype] * abs(b):
+                    return f"{name}, step {step}: loss {float(a)}, {float(b)} in PyTorch"
     return None
+
+
+def table(args, names, seconds, peak_tflops=None) -> list[dict]:
+    """Return the result as rows; seconds: TIMES of all ranks (ranks, names, repetitions, three)."""
+    steps_at_once = [len(seconds) if name.endswith(APART) else 1 for name in names]
+    seconds = seconds / np.reshape(steps_at_once, (-1, 1, 1))
+    parts = np.median(np.nanmax(seconds, axis=0), axis=1) * 1e3
+    steps = dict(zip(names, np.nanmax(seconds[..., :2].sum(axis=-1), axis=0), strict=True))
+    medians = {name: statistics.median(times) for name, times in steps.items()}
+    fastest = min((ms for name, ms in medians.items() if name in ALONE), default=None)
+    alone = {one.removesuffix(ONE): one for one in steps if one.endswith(ONE)}
+    found = []
+    for number, (name, step_s) in enumerate(medians.items()):
+        busy = seconds[:, number, :, :2].sum(axis=-1)
+        row = {
+            "side": name,
+            "forward_backward_ms": parts[number, 0],
+            "update_ms": parts[number, 1],
+            "step_ms": step_s * 1e3,
+        }
+        if "torch" in medians:
+            row["over_torch"] = step_s / medians["torch"]
+        if fastest is not None:
+            row["over_best"] = step_s / fastest
+        if alone:
+            one = alone.get(name.partition(",")[0])
+            row["speedup"] = np.median(steps[one] / steps[name]) if one else "-"
+        row["in_communication"] = np.nansum(seconds[:, number, :, 2]) / np.nansum(busy)
+        row["tokens_per_s"] = args.batch_size * args.seq_len / step_s
+        row["tflops"] = step_flops(args) / step_s * 1e-12
+        if peak_tflops is not None:
+            computed = np.count_nonzero(~np.isnan(busy[:, 0]))
+            row["mfu"] = row["tflops"] / (peak_tflops * computed)
+        found.append({key: one if isinstance(one, str) else float(one) for key, one in row.items()})
+    return found
 
 
 def device_facts(args) -> dict:
@@ -263,182 +260,58 @@ def device_facts(args) -> dict:
     return found | ({"peak_tflops": args.peak_tflops} if args.peak_tflops else {})
 
 
-def libraries(args, names) -> dict[str, str]:
-    """Return {name of a side: the library that its products run in}."""
-    if args.device == "cuda":
-        return dict.fromkeys(names, "cuBLAS")
-    known = {True: "", False: blas.numpy_blas()}
-    if any("torch" in name for name in names):
-        known[True] = blas.torch_blas(args.freed)
-    return {name: known["torch" in name] for name in names}
-
-
-def paired(before, after) -> float:
-    """Return the median of how many times as long `before` took, by repetition."""
-    return statistics.median(float(a / b) for a, b in zip(before, after, strict=True))
-
-
-def rows(args, names, seconds, peak_tflops=None, flops=None) -> list[dict]:
-    """Return the result as rows; seconds: all ranks' (ranks, names, repetitions, three).
-
-    flops: name -> those of a side that only multiplies.
-    """
-    steps_at_once = [len(seconds) if name.endswith(APART) else 1 for name in names]
-    seconds = seconds / np.reshape(steps_at_once, (-1, 1, 1))
-    libs, parts = libraries(args, names), seconds.max(axis=0)
-    steps = dict(zip(names, seconds[..., :2].sum(axis=-1).max(axis=0), strict=True))
-    theirs = steps.get("torch")
-    fastest = min(
-        (statistics.median(one) for name, one in steps.items() if name.startswith("torch")),
-        default=None,
-    )
-    found = []
-    for number, name in enumerate(names):
-        step_s = statistics.median(steps[name])
-        tflops = (flops or {}).get(name, step_flops(args)) / step_s * 1e-12
-        # A rank without a part in this side has measured nothing.
-        busy = seconds[:, number, :, :2].sum(axis=-1)
-        found.append(
-            {
-                "side": name,
-                "blas": libs[name],
-                **{
-                    f"{part}_ms": statistics.median(parts[number, :, i]) * 1e3
-                    for i, part in enumerate(PARTS)
-                },
-                "step_ms": step_s * 1e3,
-                **(
-                    {}
-                    if theirs is None
-                    else {
-                        "over_torch": step_s / statistics.median(theirs),
-                        "best_over_torch": min(steps[name]) / min(theirs),
-                    }
-                ),
-                **({} if fastest is None else {"over_best": step_s / fastest}),
-                **compared(name, steps),
-                "in_communication": float(seconds[:, number, :, 2].sum() / busy.sum()),
-                "tokens_per_s": args.batch_size * args.seq_len / step_s,
-                "tflops": tflops,
-                **(
-                    {}
-                    if peak_tflops is None
-                    else {"mfu": tflops / (peak_tflops * np.count_nonzero(busy.any(axis=-1)))}
-                ),
-            }
-        )
-    return found
-
-
-def compared(name, steps) -> dict:
-    """Return columns that compare a side of ours with one rank's products, and with one rank."""
-    found, ours = {}, name.startswith("mpipar ")
-    alone = {one.removesuffix(ALONE): one for one in steps if one.endswith(ALONE)}
-    if "products, numpy" in steps:
-        one_rank = ours and (not alone or name in alone.values())
-        found["over_products"] = paired(steps[name], steps["products, numpy"]) if one_rank else "-"
-    if alone:
-        found["speedup"] = paired(steps[alone[name.split(",")[0]]], steps[name]) if ours else "-"
-    return found
-
-
-def their_sides(args, rows, world) -> tuple[list[str], dict]:
-    """Return (names of PyTorch's sides, those that this rank runs: all on world rank 0).
-
-    There are none if PyTorch is not installed.
-    """
-    if args.sides == "own" or importlib.util.find_spec("torch") is None:
-        return [], {}
-    if args.freed and not blas.free_mkl() and world.rank == 0:
-        print("no C compiler: MKL keeps its own choice", file=sys.stderr)
-    import torch
-
-    torch.set_num_threads(args.threads)
-    attention, update = {"fused": True}, {"fused_update": True}
-    kinds = {
-        "torch": {},
-        "torch fused attention": attention,
-        "torch fused attention, AdamW": attention | update,
-    }
-    if args.compiled:
-        compiled = update | {"compiled": True}
-        kinds |= {
-            "torch compiled": compiled,
-            "torch fused attention, compiled": attention | compiled,
-        }
-    names = [*kinds] if args.sides == "all" else [*kinds][-1:]
-    return names, {
-        name: torch_side(torch, args, rows, **kinds[name]) for name in names if world.rank == 0
-    }
-
-
-def compare_sides(args, world, host_rank) -> int:
-    """Check, measure, print; return the exit code. Comm: that of `measure_steps`, and some sums."""
-    batches = rows_of(args)
-    ours, sides = our_sides(args, batches, world, host_rank)
-    theirs, more = their_sides(args, batches, world)
-    sides |= more
-    names = ours + theirs
-    found = losses(sides, names, world)
-    problem = (
-        disagreement({name: found[name] for name in sides}, found[theirs[0]], args.dtype)
-        if theirs and world.rank == 0
-        else None
-    )
-    wrong = np.array([problem is not None], np.int64)
-    world.Allreduce(wrong.copy(), wrong)
-    if wrong[0]:
-        if problem:
-            print(f"not timed, the models differ: {problem}", file=sys.stderr)
-        return EXIT_CHECK_FAILED
-    alone = product_sides(args, names, sides, world)
-    names += alone
-    sides |= alone if world.rank == 0 else {}
-    seconds = gather_numbers(world, measure_steps(sides, names, args.repeats, world))
-    if seconds is not None:
-        facts, flops = device_facts(args), {name: one.flops for name, one in alone.items()}
-        print_sides(
-            args, rows(args, names, seconds, facts.get("peak_tflops"), flops), world.size, facts
-        )
-    return 0
-
-
-def print_sides(args, found, num_ranks, facts):
-    """Print the table and write the file."""
+def head_of(args, num_ranks: int, compared: bool) -> str:
+    """Return the line above the table."""
     heads = counted(args.heads, "head") + (f" ({args.kv_heads} kv)" if args.kv_heads else "")
-    print(
+    return (
         f"{args.arch}, {counted(args.layers, 'layer')}, D {args.d_model}, {heads}, batch"
         f" {args.batch_size} x {args.seq_len} tokens, V {args.vocab_size}, {args.dtype},"
         f" {counted(num_ranks, 'rank')}, {counted(args.threads, 'thread')},"
         f" {counted(args.repeats, 'step')}, "
-        + (
-            f"losses equal to {TOLERANCE[args.dtype]:.1g}"
-            if "over_best" in found[0]
-            else "without PyTorch"
-        )
-    )
-    print(results.markdown_table(found))
-    sizes = {key: value for key, value in vars(args).items() if key not in ("json", "peak_tflops")}
-    results.write(
-        args.json,
-        "bench.step",
-        found,
-        ranks=num_ranks,
-        **results.versions("torch", "numba") | sizes | facts,
+        + (f"losses equal to {TOLERANCE[args.dtype]:.1g}" if compared else "without PyTorch")
     )
 
 
-def main(argv, session) -> int:
-    """Measure on all ranks; return the exit code."""
-    args = parse(argv)
-    if args.cable:
-        return on_each_cable(session, args)
-    world = session.start()
-    results.check_writable(args.json, session)
+def measure(args, session) -> Outcome | int:
+    """Check and measure on all ranks; code 1 if losses differ.
+
+    Comm: that of the sides, quiet barriers, two gathers and a sum.
+    """
+    world = session.world
     args.threads = args.threads or world.size
-    with threadpool_limits(max(1, args.threads // world.size)):
-        return compare_sides(args, world, session.host_rank)
+    with (
+        tempfile.TemporaryDirectory() as own,
+        threadpool_limits(max(1, args.threads // world.size)),
+    ):
+        names, sides = our_sides(args, world, session.host_rank)
+        theirs, more, processes = their_sides(args, world, Path(broadcast_text(world, own)))
+        names, sides = names + theirs, sides | more
+        first, last = CHECK_STEPS + 1, CHECK_STEPS + WARM_UP_STEPS + args.repeats
+        checked = gather_numbers(world, take_steps(sides, names, range(1, first), world))
+        problem = disagreement(names, checked[..., 0], args.dtype) if world.rank == 0 else None
+        wrong = np.array([problem is not None], np.int64)
+        world.Allreduce(wrong.copy(), wrong)
+        if wrong[0]:
+            if problem:
+                print(f"not timed, the models differ: {problem}", file=sys.stderr)
+            return EXIT_CHECK_FAILED
+        found = gather_numbers(world, take_steps(sides, names, range(first, last + 1), world))
+        for process in processes:
+            process.close()
+    if found is None:
+        return 0
+    facts = device_facts(args)
+    rows = table(args, names, found[:, :, WARM_UP_STEPS:, 1:], facts.get("peak_tflops"))
+    sizes = {key: value for key, value in vars(args).items() if key not in ("json", "peak_tflops")}
+    facts = {"ranks": world.size} | versions("torch", "numba") | sizes | facts
+    return Outcome(rows, facts, head=head_of(args, world.size, bool(theirs)))
 
 
-if __name__ == "__main__":
-    guard(main)
+main = Program(
+    "step",
+    __doc__,
+    measure,
+    together=True,
+    add=add_flags,
+    check=check_flags,
+).started(__name__)

@@ -6,25 +6,139 @@ fused function. Products of Llama are those of its modules: one for each of q, k
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
+import torch
+from torch.nn import functional
 
 from mpipar.ops.array_ops import rope_table
 from mpipar.train.optim import learning_rate
 
 
+class Part(torch.nn.Module):
+    """Weights under the names of our parameters, in the type that the model computes in."""
+
+    def __init__(self, config, weights: Mapping[str, torch.Tensor], dtype):
+        super().__init__()
+        self.model, self.dtype = config.model, dtype
+        self.places = {name: name.replace(".", "_") for name in weights}
+        for name, w in weights.items():
+            self.register_parameter(self.places[name], torch.nn.Parameter(w))
+
+    def leaf(self, name):
+        """Return a weight as it is stored."""
+        return getattr(self, self.places[name])
+
+    def weight(self, name):
+        """Return a weight in the model's type: the leaf itself if it has that type."""
+        return self.leaf(name).to(self.dtype)
+
+    def linear(self, x, name):
+        bias = self.weight(f"{name}.b") if f"{name}.b" in self.places else None
+        return functional.linear(x, self.weight(f"{name}.w"), bias)
+
+    def norm(self, x, name):
+        w, eps = self.weight(f"{name}.w"), self.model.norm_eps
+        if self.model.norm == "rms":
+            return functional.rms_norm(x, w.shape, w, eps)
+        return functional.layer_norm(x, w.shape, w, self.weight(f"{name}.b"), eps)
+
+
+class Block(Part):
+    """One block; fused: whether attention is PyTorch's own function."""
+
+    def __init__(self, config, weights, dtype, fused: bool):
+        super().__init__(config, weights, dtype)
+        self.attend = self.fused if fused else self.explicit
+
+    def forward(self, x, angles, hidden):
+        q, k, v = self.heads(self.norm(x, "norm1"))
+        heads = self.attend(turned(q, angles), turned(k, angles), v, hidden)
+        x = x + self.linear(heads.transpose(1, 2).flatten(2), "attn.proj")
+        return x + self.linear(self.wide(self.norm(x, "norm2")), "ffn.down")
+
+    def heads(self, x):
+        """Return q (B, H, T, d), k and v (B, K, T, d) of x (B, T, D)."""
+        if "attn.qkv.w" in self.places:
+            qkv = self.linear(x, "attn.qkv").view(*x.shape[:2], 3, self.model.heads, -1)
+            return [qkv[:, :, i].transpose(1, 2) for i in range(3)]
+        return [
+            self.linear(x, f"attn.{part}").unflatten(-1, (-1, self.model.head_dim)).transpose(1, 2)
+            for part in "qkv"
+        ]
+
+    def wide(self, x):
+        """Return the input of the block's last product."""
+        h = self.linear(x, "ffn.up")
+        if self.model.activation == "swiglu":
+            return functional.silu(self.linear(x, "ffn.gate")) * h
+        return functional.gelu(h, approximate="tanh")
+
+    @staticmethod
+    def explicit(q, k, v, hidden):
+        """Compute attention in its parts; keys and values are repeated for queries sharing them."""
+        group = q.shape[1] // k.shape[1]
+        if group > 1:
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5)
+        return torch.softmax(scores.masked_fill(hidden, -float("inf")), dim=-1) @ v
+
+    @staticmethod
+    def fused(q, k, v, hidden):
+        return functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def turned(x, angles):
+    """Return x (B, H, T, d) rotated by its positions, as transformers does it."""
+    if angles is None:
+        return x
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angles
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Decoder(Part):
+    """The whole model: blocks, and the weights at both of its ends."""
+
+    def __init__(self, config, weights, dtype, fused: bool):
+        ends = {name: w for name, w in weights.items() if not name.startswith("block")}
+        super().__init__(config, ends, dtype)
+        self.blocks = torch.nn.ModuleList()
+        for index in range(config.model.layers):
+            start = f"block{index}."
+            own = {name[len(start) :]: w for name, w in weights.items() if name.startswith(start)}
+            self.blocks.append(Block(config, own, dtype, fused))
+
+    def forward(self, tokens, targets, angles, hidden):
+        """Return the mean loss of the batch, a tensor of one element."""
+        table = self.weight("embedding.tokens")
+        x = functional.embedding(tokens, table)
+        if "embedding.positions" in self.places:
+            x = x + self.weight("embedding.positions")[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x, angles, hidden)
+        head = table if self.model.tied else self.weight("head.table")
+        logits = functional.linear(self.norm(x, "final_norm"), head)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 class TorchDecoder:
-    """Loss, gradients by autograd, clipping and AdamW, on leaf tensors named like our parameters.
+    """Loss, gradients by autograd, clipping and AdamW.
 
     weights: our parameters by name, whole, in their logical shapes; they are copied. config:
     resolved; its TrainConfig applies to PyTorch too. compiled: by torch.compile. dtype: the type
     that the model computes in; if it is not the weights' own, a rounded copy of them is used.
     loss_scale: the loss is multiplied by it, and the gradients are divided by it. fused: whether
-    attention is scaled_dot_product_attention. fused_update: whether AdamW is one pass.
+    attention is scaled_dot_product_attention. fused_update: whether AdamW is one pass. spread: over
+    all ranks of the process group, by "ddp" or "fsdp"; each rank then takes rows of its own.
     """
 
     def __init__(
         self,
-        torch,
         config,
         batch,
         weights,
@@ -35,36 +149,58 @@ class TorchDecoder:
         loss_scale=1.0,
         fused=False,
         fused_update=False,
+        spread=None,
     ):
-        self.torch, self.functional, self.config = torch, torch.nn.functional, config
-        self.device, self.loss_scale = device, loss_scale
+        self.config, self.device, self.loss_scale = config, device, loss_scale
         self.read(batch)
         seq_len = batch.tokens.shape[1]
         self.hidden = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).triu(1)
-        self.attend = self._fused if fused else self._explicit
-        self.loss = torch.compile(self._loss) if compiled else self._loss
         self.shapes = {name: w.shape for name, w in weights.items()}
-        self.leaves = {
-            name: torch.tensor(self._their_layout(name, w), device=device).requires_grad_()
+        tensors = {
+            name: torch.tensor(self._their_layout(name, w), device=device)
             for name, w in weights.items()
         }
-        self.dtype = dtype or self.leaves["embedding.tokens"].dtype
-        self.angles = self._angles(seq_len)
-        train = config.train
-        decayed = [w for w in self.leaves.values() if w.ndim > 1]
-        plain = [w for w in self.leaves.values() if w.ndim == 1]
+        dtype = dtype or tensors["embedding.tokens"].dtype
+        self.angles = self._angles(seq_len, dtype)
+        self.model = Decoder(config, tensors, dtype, fused)
+        self.run = self._spread(spread)
+        if compiled:
+            self.run = torch.compile(self.run)
+        train, leaves = config.train, self.leaves.values()
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed}, {"params": plain, "weight_decay": 0.0}],
+            [
+                {"params": [w for w in leaves if w.ndim > 1]},
+                {"params": [w for w in leaves if w.ndim == 1], "weight_decay": 0.0},
+            ],
             betas=(train.beta1, train.beta2),
             eps=train.eps,
             weight_decay=train.weight_decay,
             fused=fused_update or None,
         )
 
+    def _spread(self, spread):
+        """Return what is called for a loss: the model, or the model of all ranks."""
+        if spread == "ddp":
+            return torch.nn.parallel.DistributedDataParallel(self.model)
+        if spread == "fsdp":
+            from torch.distributed.fsdp import fully_shard
+
+            for one in (*self.model.blocks, self.model):
+                fully_shard(one)
+        return self.model
+
+    @property
+    def leaves(self):
+        """{our name: PyTorch's parameter}."""
+        found = {name: self.model.leaf(name) for name in self.model.places}
+        for index, block in enumerate(self.model.blocks):
+            found |= {f"block{index}.{name}": block.leaf(name) for name in block.places}
+        return found
+
     def read(self, batch):
         """Take the rows of the next step."""
         self.tokens, self.targets = (
-            self.torch.from_numpy(x).to(self.device) for x in (batch.tokens, batch.targets)
+            torch.from_numpy(x).to(self.device) for x in (batch.tokens, batch.targets)
         )
 
     @staticmethod
@@ -90,8 +226,8 @@ class TorchDecoder:
     def _our_layout(self, name, x):
         """Return an array of PyTorch's in the logical shape of our parameter."""
         shape = self.shapes[name]
-        turned = self._is_product(name, len(shape)) and self.config.model.rows == "in"
-        return (x.T if turned else x).reshape(shape)
+        turn = self._is_product(name, len(shape)) and self.config.model.rows == "in"
+        return (x.T if turn else x).reshape(shape)
 
     def gradients(self):
         """Return {name: gradient} of every parameter, in our layout."""
@@ -106,21 +242,7 @@ class TorchDecoder:
             for name, w in self.leaves.items()
         }
 
-    def _weight(self, name):
-        """Return the leaf in the model's type: the leaf itself if it has that type."""
-        return self.leaves[name].to(self.dtype)
-
-    def _linear(self, x, name):
-        bias = self._weight(f"{name}.b") if f"{name}.b" in self.leaves else None
-        return self.functional.linear(x, self._weight(f"{name}.w"), bias)
-
-    def _norm(self, x, name):
-        w, eps = self._weight(f"{name}.w"), self.config.model.norm_eps
-        if self.config.model.norm == "rms":
-            return self.functional.rms_norm(x, w.shape, w, eps)
-        return self.functional.layer_norm(x, w.shape, w, self._weight(f"{name}.b"), eps)
-
-    def _angles(self, seq_len):
+    def _angles(self, seq_len, dtype):
         """Return cosine and sine (T, d), the same for each half of a head, or None without
         rotation.
         """
@@ -129,74 +251,12 @@ class TorchDecoder:
             return None
         table = rope_table(seq_len, model.head_dim, model.rope_theta, model.rope_scaling)
         both = np.concatenate([table, table], axis=-1)
-        return [
-            self.torch.tensor(both[:, i], dtype=self.dtype, device=self.device) for i in range(2)
-        ]
-
-    def _turned(self, x):
-        """Return x (B, H, T, d) rotated by its positions, as transformers does it."""
-        if self.angles is None:
-            return x
-        first, second = x.chunk(2, dim=-1)
-        cos, sin = self.angles
-        return x * cos + self.torch.cat((-second, first), dim=-1) * sin
-
-    def _heads(self, x, name):
-        """Return q (B, H, T, d), k and v (B, K, T, d) of x (B, T, D)."""
-        if f"{name}.qkv.w" in self.leaves:
-            qkv = self._linear(x, f"{name}.qkv").view(*x.shape[:2], 3, self.config.model.heads, -1)
-            return [qkv[:, :, i].transpose(1, 2) for i in range(3)]
-        width = self.config.model.head_dim
-        return [
-            self._linear(x, f"{name}.{part}").unflatten(-1, (-1, width)).transpose(1, 2)
-            for part in "qkv"
-        ]
-
-    def _explicit(self, q, k, v):
-        """Compute attention in its parts; keys and values are repeated for queries sharing them."""
-        group = q.shape[1] // k.shape[1]
-        if group > 1:
-            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-        scores = (q @ k.transpose(-1, -2)) * (q.shape[-1] ** -0.5)
-        probs = self.torch.softmax(scores.masked_fill(self.hidden, -float("inf")), dim=-1)
-        return probs @ v
-
-    def _fused(self, q, k, v):
-        return self.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
-        )
-
-    def _wide(self, x, name):
-        """Return the input of a block's last product."""
-        h = self._linear(x, f"{name}.up")
-        if self.config.model.activation == "swiglu":
-            return self.functional.silu(self._linear(x, f"{name}.gate")) * h
-        return self.functional.gelu(h, approximate="tanh")
-
-    def _block(self, x, name):
-        q, k, v = self._heads(self._norm(x, f"{name}.norm1"), f"{name}.attn")
-        heads = self.attend(self._turned(q), self._turned(k), v).transpose(1, 2).flatten(2)
-        x = x + self._linear(heads, f"{name}.attn.proj")
-        h = self._wide(self._norm(x, f"{name}.norm2"), f"{name}.ffn")
-        return x + self._linear(h, f"{name}.ffn.down")
-
-    def _loss(self):
-        """Return the mean loss of the batch, a tensor of one element."""
-        table = self._weight("embedding.tokens")
-        x = self.functional.embedding(self.tokens, table)
-        if "embedding.positions" in self.leaves:
-            x = x + self._weight("embedding.positions")[: self.tokens.shape[1]]
-        for index in range(self.config.model.layers):
-            x = self._block(x, f"block{index}")
-        head = table if self.config.model.tied else self._weight("head.table")
-        logits = self.functional.linear(self._norm(x, "final_norm"), head)
-        logits = logits.to(self.torch.promote_types(logits.dtype, self.torch.float32))
-        return self.functional.cross_entropy(logits.flatten(0, 1), self.targets.flatten())
+        return [torch.tensor(both[:, i], dtype=dtype, device=self.device) for i in range(2)]
 
     def forward_backward(self, step):
-        """Return the loss; leave the gradients in the leaves."""
+        """Return the loss of these rows; leave the gradients in the leaves."""
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss()
+        loss = self.run(self.tokens, self.targets, self.angles, self.hidden)
         (loss * self.loss_scale).backward()
         if self.loss_scale != 1.0:
             for w in self.leaves.values():
@@ -206,13 +266,13 @@ class TorchDecoder:
     def synchronize(self):
         """Wait for the device."""
         if self.device == "cuda":
-            self.torch.cuda.synchronize()
+            torch.cuda.synchronize()
 
     def update(self, step):
         """Clip and apply the gradients; return their norm before clipping. Steps count from 1."""
         train = self.config.train
-        norm = self.torch.nn.utils.clip_grad_norm_(self.leaves.values(), train.clip or np.inf)
+        norm = torch.nn.utils.clip_grad_norm_(self.leaves.values(), train.clip or np.inf)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(train, step)
         self.optimizer.step()
-        return norm.item()
+        return getattr(norm, "full_tensor", lambda: norm)().item()

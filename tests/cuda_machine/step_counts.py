@@ -46,7 +46,6 @@ def step_counts(layers: int, dtype: str) -> dict:
         repeats=WARM_UP + STEPS,
         device="cuda",
         dtype=dtype,
-        recipe=None,
     )
     side = OurSide(
         configure(args, {}, 1), rows_of(args), make("cuda", dtype), SimpleNamespace(rank=0, size=1)
