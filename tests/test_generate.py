@@ -89,12 +89,8 @@ def test_a_logit_that_is_not_finite_is_never_drawn(largest, temperature):
 
 
 def test_prompts_with_a_byte_order_mark(tmp_path):
-    for name, content, expected in (
-        ("a.jsonl", b'{"prompt": "one"}\n', ["one"]),
-        ("a.txt", b"one\r\ntwo\n", ["one", "two"]),
-    ):
-        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
-        assert [text for _, text in read_prompts(str(tmp_path / name))] == expected
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
+    assert [text for _, text in read_prompts(str(tmp_path / "a.txt"))] == ["one", "two"]
     for content, part in (("one".encode("utf-16"), "UTF-16"), (b"\x1f\x8b\x08", "gzip")):
         (tmp_path / "a.txt").write_bytes(content)
         with pytest.raises(DataError, match=part):
@@ -157,7 +153,7 @@ def test_float32_is_the_default(models):
     ("bytes --tp 4", 2, ["--tp 4", "on 1 rank"]),
     ("bytes --prompt=12345678", 2, ["--prompt: has 8 tokens", "reads at most 7", "shorten it"]),
     ("bytes --prompt a --prompts p.txt", 2, ["--prompt and --prompts p.txt: give one of them"]),
-    ("bytes --answers a.jsonl", 2, ["--answers a.jsonl: is for --prompts FILE"]),
+    ("bytes --answers a.jsonl", 2, ["--answers: is gone; redirect the standard output"]),
     ("bytes --prompts nowhere.txt", 65, ["nowhere.txt: No such file"]),
     ("bytes --top-k 0 --stop-token x", 2, ["--top-k 0", "--stop-token"]),
     ("bytes --prompt a --stop-token 3,999", 2, ["--stop-token 999: is not in the vocabulary"]),
@@ -186,8 +182,6 @@ def test_cp_is_refused_with_what_to_type(models):
     ("p.txt", "a\n\n123456789\n", 2, ["p.txt: line 3: has 9 tokens"]),
     ("p.txt", " \n\n", 65, ["p.txt: has no prompt"]),
     ("p.txt", b"a\n\xff\n", 65, ["p.txt: is not UTF-8 text: byte 2"]),
-    ("p.jsonl", '{"prompt": "a"}\n{"text": "b"}\n', 65, ["p.jsonl: line 2", '"prompt"']),
-    ("p.jsonl", '{"prompt": "a"}\nb\n', 65, ["p.jsonl: line 2", "is not JSON"]),
     ("p.txt", "12345678\n" * 15, 2, ["p.txt: line 10", "and 5 more"]),
 ])  # fmt: skip
 def test_files_of_prompts_that_are_refused(name, text, code, parts, models, tmp_path):
@@ -198,23 +192,10 @@ def test_files_of_prompts_that_are_refused(name, text, code, parts, models, tmp_
 def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
     """Two batches; each answer is the text of its prompt alone."""
     prompts = ["a", "\u00e9", "12345", "b c", "1234567"]
-    (tmp_path / "p.jsonl").write_text(
-        "".join(json.dumps({"prompt": one}) + "\n" for one in prompts)
-    )
     (tmp_path / "p.txt").write_text("\n".join(prompts), "utf-8")
-    words = [
-        "generate",
-        models[0] / "bytes",
-        "--dtype",
-        "float64",
-        "--temperature",
-        "0",
-        "--sample-tokens",
-        "3",
-        "--batch-size",
-        "3",
-    ]
-    done = alone(*words, "--prompts", "p.jsonl", cwd=tmp_path).ended()
+    words = ["generate", models[0] / "bytes", "--dtype", "float64", "--temperature", "0"]
+    words += ["--sample-tokens", "3", "--batch-size", "3", "--prompts", "p.txt"]
+    done = alone(*words, cwd=tmp_path).ended()
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [one["prompt"] for one in found] == prompts
     assert [one["end"] for one in found] == ["length", "length", "length", "length", "seq_len"]
@@ -222,10 +203,6 @@ def test_prompts_of_a_file_are_answered_in_their_order(models, tmp_path):
         text = expected_text(models, "bytes", one["prompt"], 3)
         assert harmless(one["prompt"] + one["text"]) + "\n" == text
         assert len(one["tokens"]) == (1 if one["end"] == "seq_len" else 3)
-    done = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended()
-    assert [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()] == found
-    again = alone(*words, "--prompts", "p.txt", "--answers", "a.jsonl", cwd=tmp_path).ended(2)
-    assert "--answers a.jsonl: exists already; give a new file" in again.stderr
 
 
 def test_a_stop_token_ends_the_text_and_is_not_shown(models):

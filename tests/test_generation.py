@@ -3,7 +3,6 @@
 tests/mpi/test_generation.py has the layouts.
 """
 
-import json
 from dataclasses import replace
 
 import numpy as np
@@ -25,7 +24,6 @@ from mpipar.comm.record import Recorder
 from mpipar.errors import NonFiniteError
 from mpipar.inference import generate as generation
 from mpipar.inference.generate import FULL, LENGTH, STOP, Text, continue_one, generate
-from mpipar.inference.prompts import read_prompts
 from mpipar.inference.sampling import Sampling, draw
 from mpipar.layers.recompute import Recomputed
 from mpipar.layers.stash import Stash
@@ -293,10 +291,3 @@ def test_bytes_of_the_cache_are_predicted(family, pp, tp):
     wanted = 2 * shape.layers // pp * 3 * slots * shape.kv_heads // tp * shape.head_dim * 4
     live = [ops.live["cache"] for _ in generate(worker, texts, GREEDY)]
     assert live == [wanted] * GREEDY.num_tokens
-
-
-def test_a_line_of_json_may_hold_other_ends_of_lines(tmp_path):
-    texts = ["one\u2028two", "three\x85four"]
-    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
-    (tmp_path / "p.jsonl").write_bytes("\r\n".join(lines).encode())
-    assert [text for _, text in read_prompts(tmp_path / "p.jsonl")] == texts

@@ -158,9 +158,7 @@ class Lives:
 
     def generate(self, check, case, other, weights):
         """Continue the prompt on the layout of the other case."""
-        prompts, answers = (
-            self.folder / f"{name}-{case['number']}" for name in ("prompts", "answers")
-        )
+        prompts = self.folder / f"prompts-{case['number']}"
         if check:
             prompts.write_text(PROMPT)
         # The run's own texts end with the rows it was trained on, those of rotations need not.
@@ -180,12 +178,10 @@ class Lives:
             weights,
             "--prompts",
             prompts,
-            "--answers",
-            answers,
             *words_of(given),
         )
         if check:
-            check.tokens(json.loads(answers.read_text())["tokens"])
+            check.tokens(json.loads(output[0])["tokens"])
             check.logits("generate", [LATER], output[1])
 
 

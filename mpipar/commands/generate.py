@@ -10,20 +10,14 @@ from mpipar.config.setting import positional, setting
 
 @dataclass(frozen=True)
 class Arguments:
-    """The model, what it continues, how tokens are drawn, and a file for the answers."""
+    """The model, what it continues, and how tokens are drawn."""
 
     run_folder: str = positional(
         "RUN", "a run folder of mpipar train, a folder of weights, or a checkpoint"
     )
     prompt: str | None = setting(None, "the text to continue (default 'The ')")
     prompts: str | None = setting(
-        None,
-        "continue each line of a file, or the prompt of each object in a .jsonl file; writes"
-        " lines of JSON",
-        metavar="FILE",
-    )
-    answers: str | None = setting(
-        None, "output file for --prompts; must be new (default: standard output)", metavar="FILE"
+        None, "continue each line of a file, and print a line of JSON for each", metavar="FILE"
     )
     sample_tokens: int = setting(200, "tokens to add to each prompt", low=0, high=2**20)
     temperature: float = setting(

@@ -33,6 +33,7 @@ REMOVED: dict[str, str] = {  # flag -> what to do instead
     "--top-k": _GENERATE,
     "--top-p": _GENERATE,
     "--stop-token": _GENERATE,
+    "--answers": "redirect the standard output: > answers.jsonl",
     "--decay-ratio": "leave it out: wsd decays in the last fifth of the steps",
     "--router-bias-rate": "leave it out: the bias of an expert changes by 0.001 per step",
     "--routing": "leave it out: the router decides",

@@ -10,7 +10,7 @@ from pathlib import Path
 from mpipar.data.documents import check_kind
 from mpipar.data.tokenizer import Tokenizer, prompt_ids
 from mpipar.errors import DataError, UsageError
-from mpipar.files.bounded import parse_json, problems_as, read_text
+from mpipar.files.bounded import problems_as, read_text
 from mpipar.inference.generate import STOP, Text
 
 MOST_BYTES = 64 << 20  # of a file of prompts
@@ -26,34 +26,18 @@ class Prompt:
 
 
 def read_prompts(path: str) -> list[tuple[str, str]]:
-    """Return (place, text) of each prompt in a file: one per line, or JSON objects in .jsonl.
+    """Return (place, text) of each prompt in a file, one per line; blank lines are skipped.
 
-    Blank lines are skipped. Raises DataError.
+    Raises DataError.
     """
     with problems_as(DataError, path):
         check_kind(Path(path))
-        # Other line separators, such as U+2028, may be part of a JSON string.
-        lines = read_text(path, most_bytes=MOST_BYTES).replace("\r\n", "\n").split("\n")
-    found = [
-        (f"{path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()
-    ]
+        text = read_text(path, most_bytes=MOST_BYTES).replace("\r\n", "\n")
+    found = [(f"{path}: line {number}", line) for number, line in enumerate(text.split("\n"), 1)]
+    found = [(where, line) for where, line in found if line.strip()]
     if not found:
         raise DataError(f"{path}: has no prompt; write one on each line")
-    if Path(path).suffix != ".jsonl":
-        return found
-    return [(where, _of_json(where, line)) for where, line in found]
-
-
-def _of_json(where: str, line: str) -> str:
-    """Return the prompt in a line of a .jsonl file."""
-    with problems_as(DataError, where):
-        value = parse_json(line)
-        text = value.get("prompt") if isinstance(value, dict) else None
-        if not isinstance(text, str):
-            raise ValueError(
-                'must be an object with a text named "prompt", as in {"prompt": "The "}'
-            )
-    return text
+    return found
 
 
 def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:

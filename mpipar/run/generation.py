@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,8 +17,7 @@ from mpipar.config.reading import ParsedConfig
 from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config
 from mpipar.data.tokenizer import Tokenizer, tokenizer_of
-from mpipar.errors import EXIT_OK, DataError, OutputError, UsageError
-from mpipar.files.bounded import problems_as
+from mpipar.errors import EXIT_OK, DataError, UsageError
 from mpipar.files.text import printable
 from mpipar.inference import prompts as prompts_module
 from mpipar.inference.generate import FULL, STOP, Text, generate
@@ -69,14 +67,13 @@ def run(session: Session, parsed: ParsedConfig, args) -> int:
     )
     worker = Worker(config, Grid.of(config.grid, world.rank), request.ops, Recorder(), world)
     session.agree(lambda: checkpoint.load(worker, config.run.init_from))
-    file = session.agree(lambda: open_answers(args.answers) if world.rank == 0 else None)
     for note in request.notes if world.rank == 0 else ():
         print(f"mpipar: {note}", file=sys.stderr, flush=True)
     pieces = stream(worker, request) if args.prompts is None else answers(worker, request)
     with session.watch.follow_records(worker.recorder, worker.comms), worker.recorder.at("eval"):
         for piece in pieces:
             if world.rank == 0:
-                print(piece, end="", flush=True, file=file)
+                print(piece, end="", flush=True)
     return EXIT_OK
 
 
@@ -115,14 +112,6 @@ def answers(worker, request: Request) -> Iterator[str]:
             yield json.dumps(found) + "\n"
 
 
-def open_answers(path: str | None):
-    """Return the file for lines of JSON, which must be new; None for standard output."""
-    if path is None:
-        return None
-    with problems_as(OutputError, f"--answers {path}", "give a new file"):
-        return open(path, "x", encoding="utf-8")
-
-
 def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
     """Check everything; raise one UserError with all problems.
 
@@ -136,7 +125,8 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
         grid=replace(given.grid, num_microbatches=given.grid.num_microbatches or 1),
         train=replace(given.train, optimizer="sgd"),
     )
-    unread = (*parsed.unread, *option_problems(args))
+    both = args.prompts is not None and args.prompt is not None
+    unread = (*parsed.unread, *[f"--prompt and --prompts {args.prompts}: give one of them"] * both)
     beside, texts, found = tokenizer_folder(weights), [], {"notes": []}
     is_default = args.prompts is None and args.prompt is None
 
@@ -195,21 +185,6 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
         ),
         together=together,
     )
-
-
-def option_problems(args) -> list[str]:
-    """Return what is wrong with the combination of --prompt, --prompts and --answers."""
-    found = []
-    if args.prompts is not None and args.prompt is not None:
-        found.append(f"--prompt and --prompts {args.prompts}: give one of them")
-    if args.answers is not None and args.prompts is None:
-        found.append(
-            f"--answers {args.answers}: is for --prompts FILE; without it the text goes"
-            " to standard output"
-        )
-    elif args.answers is not None and os.path.lexists(args.answers):
-        found.append(f"--answers {args.answers}: exists already; give a new file")
-    return found
 
 
 def stop_problems(ids: tuple[int, ...], vocab_size: int) -> list[str]:
