@@ -256,11 +256,6 @@ def test_file_that_cannot_be_read(tmp_path, text, parts):
     assert all(part in found[0] for part in parts), found
 
 
-@pytest.mark.parametrize("value", ["-1e-3", "-inf", "-1"])
-def test_negative_number_is_a_value_not_a_flag(value):
-    assert reading_of("--lr", value, "--steps", "7").config.train.lr == float(value)
-
-
 def test_what_could_not_be_read_is_not_judged():
     reading = reading_of("--heads", "x", "--d-model", "33")
     assert reading.bad == {"heads"}

@@ -17,6 +17,7 @@ from mpipar.files.text import brief, shown
 MANY = 28  # flags; a command with more of them shows only the common ones
 MOST_CHOICES = 8  # that are listed after a flag
 FORMS = {int: "N", float: "X", str: "TEXT"}  # placeholders for values in the help
+OF_PATHS = {"nargs": "+", "metavar": "PATH"}
 USUAL = (  # (title, description, fields) that --help shows; --help-all shows the others too
     ("input and output", "", ("preset", "config", "data", "out", "resume")),
     ("layout", "dp x pp x cp x tp = number of ranks", ("layout", "dp", "pp", "cp", "tp")),
@@ -73,15 +74,6 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(count, text.split(","))))
 
 
-def all_groups() -> list[tuple[str, str, list[str]]]:
-    """Return groups as in USUAL: one per section, and MORE."""
-    found = [
-        (name, part.__doc__, [one.name for one in dataclasses.fields(part)])
-        for name, part in SECTIONS.items()
-    ]
-    return [*found, ("configuration", "", list(MORE))]
-
-
 def add_flags(
     parser: argparse.ArgumentParser,
     names=frozenset(FLAGS),
@@ -95,52 +87,44 @@ def add_flags(
     sees all mistakes at once and knows what the user typed. help_of: {field: help in place of its
     own}.
     """
-    hidden = [
-        name for name in [*FIELDS, *MORE] if (name in names and name in FLAGS) or name in MORE
-    ]
-    groups = all_groups() if every or len(hidden) <= MANY else USUAL
+    left = {name: FIELDS[name] for name in FLAGS if name in names} | MORE
+    groups = USUAL
+    if every or len(left) <= MANY:
+        parts = {**SECTIONS, "configuration": Typed}
+        groups = [(name, part.__doc__, part.__dataclass_fields__) for name, part in parts.items()]
     for title, text, members in groups:
-        chosen = [name for name in members if name in hidden]
-        if chosen:
+        if chosen := [left.pop(name) for name in members if name in left]:
             group = parser.add_argument_group(title, text or None)
-            for name in chosen:
-                add_field(
-                    group,
-                    (FIELDS | MORE)[name],
-                    **({"help": help_of[name]} if name in help_of else {}),
-                )
-                hidden.remove(name)
-    for name in hidden:
-        add_field(parser, (FIELDS | MORE)[name], help=argparse.SUPPRESS)
+            for field in chosen:
+                own = {"help": help_of[field.name]} if field.name in help_of else {}
+                add_field(group, field, **own)
+    for field in left.values():
+        add_field(parser, field, help=argparse.SUPPRESS)
     for name, (new, _) in RENAMED.items():
         if new in names:
             parser.add_argument(flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     parser.add_argument("--help-all", action="help", help="show every flag and exit")
-    return bool(hidden)
+    return bool(left)
 
 
 def add_field(group, field: dataclasses.Field, **more) -> None:
     """Add the argument of a field; its value stays text. more: options that override its own."""
     base, is_tuple = kind(field)
-    legal, text = field.metadata, field.metadata["help"]
-    options = {"default": argparse.SUPPRESS, "metavar": legal["metavar"]}
-    if legal["is_switch"]:
-        options = {"action": "store_true", "default": argparse.SUPPRESS}
-    elif base is bool:
-        options = {"action": argparse.BooleanOptionalAction, "default": argparse.SUPPRESS}
+    legal, text, choices = field.metadata, field.metadata["help"], field.metadata["choices"] or ()
+    form = "SIZE" if legal["in_bytes"] else FORMS.get(base)
+    options = {"default": argparse.SUPPRESS, "metavar": legal["metavar"] or form}
+    if base is bool:
+        action = "store_true" if legal["is_switch"] else argparse.BooleanOptionalAction
+        options = {"default": argparse.SUPPRESS, "action": action}
     elif legal["is_positional"]:
         options["nargs"] = "*" if is_tuple else None if field.default is MISSING else "?"
     elif is_tuple:
-        options["metavar"] = EXAMPLES[field.name]
-        if base is str:
-            options |= {"nargs": "+", "metavar": "PATH"}
-    elif legal["choices"] and len(legal["choices"]) > MOST_CHOICES:  # too many for one line
+        options |= {"metavar": EXAMPLES[field.name]} if base is not str else OF_PATHS
+    elif len(choices) > MOST_CHOICES:  # too many for one line
         options["metavar"] = "NAME"
-        text += ": " + ", ".join(legal["choices"])
-    elif legal["choices"]:
-        options["metavar"] = "{" + ",".join(map(str, legal["choices"])) + "}"
-    elif legal["metavar"] is None:
-        options["metavar"] = "SIZE" if legal["in_bytes"] else FORMS[base]
+        text += ": " + ", ".join(choices)
+    elif choices:
+        options["metavar"] = "{" + ",".join(map(str, choices)) + "}"
     if (
         field.default not in (None, (), "", MISSING)
         and not legal["is_switch"]
@@ -150,10 +134,8 @@ def add_field(group, field: dataclasses.Field, **more) -> None:
         text += f" (default {shown!s})"
     if not legal["is_positional"]:
         options |= {"dest": field.name, "required": field.default is MISSING}
-    group.add_argument(
-        field.name if legal["is_positional"] else flag(field.name),
-        **{"help": text.replace("%", "%%"), **options, **more},
-    )
+    name = field.name if legal["is_positional"] else flag(field.name)
+    group.add_argument(name, **{"help": text.replace("%", "%%"), **options, **more})
 
 
 def parsed(
@@ -164,7 +146,7 @@ def parsed(
     is_free: whether arguments without a flag may stand before, between and after the flags.
     """
     parse = parser.parse_known_intermixed_args if is_free else parser.parse_known_args
-    typed, extras = parse(join_negative(parser, words))
+    typed, extras = parse(words)
     return vars(typed), unknown_flags(parser, extras)
 
 
@@ -173,41 +155,17 @@ def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[st
 
     The argument belongs to another command or to none; the problem then names the closest flag.
     """
-    known = [
-        option[2:].replace("-", "_")
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    ]
+    options = [option for action in parser._actions for option in action.option_strings]
+    known = [option[2:].replace("-", "_") for option in options if option.startswith("--")]
     found, after_flag = [], False
     for extra in extras:
         if extra.startswith("--"):
             word = extra.split("=", 1)[0]
-            bare = word.removeprefix("--").removeprefix("no-")
-            name = bare.replace("-", "_")
-            if name in FLAGS and name not in known:
-                found.append(f"{word}: {parser.prog} does not use it; leave it out")
-            else:
-                found.append(f"{word}: {unknown_word(bare, known, 'flag')}")
+            name = word.removeprefix("--").removeprefix("no-").replace("-", "_")
+            of_others = name in FLAGS and name not in known
+            why = f"{parser.prog} does not use it; leave it out"
+            found.append(f"{word}: {why if of_others else unknown_word(name, known, 'flag')}")
         elif not after_flag:
             found.append(f"{extra!r}: unexpected argument; values follow a flag, as in --steps 10")
         after_flag = extra.startswith("--")
     return found
-
-
-def join_negative(parser: argparse.ArgumentParser, argv: list[str]) -> list[str]:
-    """Turn `--lr -1e-3` into `--lr=-1e-3`, because argparse would take -1e-3 or -inf for a flag."""
-    takes_value = {
-        option
-        for action in parser._actions
-        for option in action.option_strings
-        if action.nargs is None and action.option_strings
-    }
-    joined = []
-    for word in argv:
-        negative = word.startswith("-") and not word.startswith("--") and len(word) > 1
-        if negative and joined and joined[-1] in takes_value:
-            joined[-1] += "=" + word
-        else:
-            joined.append(word)
-    return joined

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES, LAYOUT
@@ -55,44 +56,48 @@ def read(
     typed: the text of each given flag, by field. problems: those found so far (unknown flags),
     which come first. may_choose: whether the command accepts --layout auto.
     """
-    problems, bad, notes, path = list(problems), set(), [], typed.get("config")
-    from_file = _read_file(str(path), problems, notes) if path else {}
-    given = dict(
-        today(name, value)
-        for name, value in typed.items()
-        if name in FIELDS or name in RENAMED or name == "layout"
-    )
-    values, chooses = {}, False
-    for source, is_text in ((from_file, False), (given, True)):
-        if "layout" in source:
-            chooses = source["layout"] == AUTO
-        if chooses and "layout" in source:  # a flag overrides the axes of the file
+    problems, notes, path = list(problems), [], typed.get("config")
+    of_file = _read_file(str(path), problems, notes) if path else {}
+    of_flags = dict(today(*one) for one in typed.items() if one[0] in {*FIELDS, *RENAMED, "layout"})
+    values, bad, chooses = {}, set(), False
+    for source, where in ((of_file, path), (of_flags, None)):
+        chooses = source.get("layout", AUTO if chooses else None) == AUTO
+        if source.get("layout") == AUTO:  # a flag overrides the axes of the file
             values = {name: value for name, value in values.items() if name not in LAYOUT}
             del source["layout"]
-        for name, raw in expand_layout(source, problems, LAYOUT).items():
-            try:
-                values[name] = _value(FIELDS[name], raw, is_text)
-            except ValueError as error:
-                where = brief(str(raw)) if is_text else f"= {shown(raw)} in {path}"
-                problems.append(f"{named(name)} {where}: {error}")
-                bad.add(name)
+        axes = expand_layout(source, problems, LAYOUT)
+        found = _read_values(FIELDS, axes, problems, where)
+        values |= found
+        bad |= axes.keys() - found.keys()
     if chooses and not may_choose:
         problems.append(
             "--layout auto: only mpipar train accepts it; name the axes, as in --layout dp=2,pp=2"
         )
-    return over(
-        {},
-        ParsedConfig(
-            None,
-            (),
-            values,
-            frozenset(bad),
-            tuple(problems),
-            chooses,
-            "print_config" in typed,
-            tuple(notes),
-        ),
+    parsed = ParsedConfig(
+        Config(),
+        given=values,
+        bad=frozenset(bad),
+        unread=tuple(problems),
+        chooses_layout=chooses,
+        prints="print_config" in typed,
+        notes=tuple(notes),
     )
+    return over({}, parsed)
+
+
+def _read_values(fields: Mapping[str, dataclasses.Field], source, problems, path=None) -> dict:
+    """Return the values in `source` that can be read; the others are problems.
+
+    path: of the TOML file that they come from, None for flags.
+    """
+    found = {}
+    for name, raw in source.items():
+        try:
+            found[name] = _value(fields[name], raw, path is None)
+        except ValueError as error:
+            where = brief(str(raw)) if path is None else f"= {shown(raw)} in {path}"
+            problems.append(f"{argument(name, fields[name].metadata)} {where}: {error}")
+    return found
 
 
 def today(name: str, value):
@@ -108,23 +113,16 @@ def read_arguments(form: type, typed: Mapping[str, object], problems: list[str])
     defaults or, if they have none, a value that is out of bounds. None if such an argument cannot
     be read at all.
     """
-    values, fields = {}, {field.name: field for field in dataclasses.fields(form)}
-    for name, field in fields.items():
-        if name not in typed:
-            continue
-        try:
-            values[name] = _value(field, typed[name], True)
-            problem = field_problem(field, values[name])
-        except ValueError as error:
-            what = argument(name, field.metadata)
-            problem = f"{what} {brief(str(typed[name]))}: {error}"
-        if problem:
-            problems.append(problem)
-            if field.default is not dataclasses.MISSING:
-                values.pop(name, None)
-    for name, value in values.items():
+    fields = {field.name: field for field in dataclasses.fields(form)}
+    given = {name: text for name, text in typed.items() if name in fields}
+    values = _read_values(fields, given, problems)
+    for name, value in [*values.items()]:
         choice, *wanted = fields[name].metadata["only"] or (name, value)
-        if (taken := values.get(choice)) not in wanted:
+        if problem := field_problem(fields[name], value):
+            problems.append(problem)
+            if fields[name].default is not dataclasses.MISSING:
+                del values[name]
+        elif (taken := values.get(choice)) not in wanted:
             problems.append(f"{flag(name)}: {brief(str(taken))} does not use it; leave it out")
     needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
     return form(**values) if needed <= values.keys() else None
@@ -170,27 +168,22 @@ def _read_file(path: str, problems: list[str], notes: list[str]) -> dict:
         return {}
     found = {}
     for key, value in table.items():
-        name = key.replace("-", "_")
         try:
-            note = None if isinstance(value, dict) else gone(name, value)
+            if isinstance(value, dict):
+                raise ValueError(f"{brief(key)}: unknown key; keys are at the top level")
+            old = key.replace("-", "_")
+            if note := gone(old, value):
+                notes.append(f"--config {path}: {note}")
+                continue
+            name, raw = today(old, value)
+            if name not in FIELDS and name != "layout":
+                what = unknown_word(key, [*FIELDS, "layout"], "key")
+                raise ValueError(f"{brief(key)}: {what}")
+            if name in found:
+                raise ValueError(f"{key}: given twice, with a hyphen and an underscore")
+            found[name] = raw
         except ValueError as error:
             problems.append(f"--config {path}: {error}")
-            continue
-        if note:
-            notes.append(f"--config {path}: {note}")
-            continue
-        name, raw = today(name, value)
-        if isinstance(value, dict) or (name not in FIELDS and name != "layout"):
-            what = (
-                "unknown key; keys are at the top level, without tables"
-                if isinstance(value, dict)
-                else unknown_word(key, [*FIELDS, "layout"], "key")
-            )
-            problems.append(f"--config {path}: {brief(key)}: {what}")
-        elif name in found:
-            problems.append(f"--config {path}: {key}: given twice, with a hyphen and an underscore")
-        else:
-            found[name] = raw
     return found
 
 
@@ -199,26 +192,19 @@ def expand_layout(source: dict, problems: list[str], names: Collection[str] = AX
 
     Problems are added to `problems`. names: the axes that a layout may name.
     """
-    layer = dict(source)
-    text = layer.pop("layout", None)
-    if text is None:
-        return layer
-    text = str(text)
-    seen = set()
-    for part in map(str.strip, text.split(",")):
+    layer, seen = dict(source), set()
+    text = str(layer.pop("layout", ""))
+    for part in map(str.strip, text.split(",") if "layout" in source else ()):
         name, _, value = part.partition("=")
         if name not in names or not RANKS.fullmatch(value) or name in seen:
             problems.append(
                 f"--layout {brief(text)}: {shown(part)} is not understood; name each "
                 f"of {', '.join(names)} at most once, as in dp=2,pp=2,tp=2"
             )
-        elif name in layer and str(layer[name]) != value:
+        elif str(given := layer.setdefault(name, int(value))) != value:
             problems.append(
-                f"--layout {brief(text)}: contradicts {flag(name)}"
-                f" {brief(str(layer[name]))}; give one"
+                f"--layout {brief(text)}: contradicts {flag(name)} {brief(str(given))}; give one"
             )
-        else:
-            layer.setdefault(name, int(value))
         seen.add(name)
     return layer
 
@@ -232,26 +218,23 @@ def _value(field: dataclasses.Field, raw, is_text: bool):
         return read_bytes(raw)
     if not is_tuple:
         return _single(base, raw, is_text)
-    if isinstance(raw, str):
-        raw = [raw] if base is str else raw.split(",") if is_text else raw
-    if not isinstance(raw, list):
-        raise ValueError(f"must be a list, as in [{EXAMPLES[field.name]}]")
-    if not raw and field.default != ():
-        raise ValueError(f"must not be empty; give a list as in [{EXAMPLES[field.name]}]")
+    if isinstance(raw, str) and (is_text or base is str):
+        raw = [raw] if base is str else raw.split(",")
+    example = EXAMPLES[field.name]
+    if not isinstance(raw, list) or (not raw and field.default != ()):
+        raise ValueError(f"must be a list that is not empty, as in [{example}]")
     try:
         return tuple(_single(base, one, is_text) for one in raw)
     except ValueError as error:
-        raise ValueError(f"each of them {error}, as in {EXAMPLES[field.name]}") from None
+        raise ValueError(f"each of them {error}, as in {example}") from None
 
 
 def _single(base: type, raw, is_text: bool):
-    try:
+    with suppress(ValueError, OverflowError):
         if is_text and base in (int, float) and isinstance(raw, str):
             return base(raw)
         if base is float and type(raw) is int:
             return float(raw)
-    except (ValueError, OverflowError):
-        raise ValueError(f"must be {KIND_NAMES[base]}") from None
     if type(raw) is not base:
         raise ValueError(f"must be {KIND_NAMES[base]}")
     return raw

@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import operator
+import re
 import types
 import typing
 from collections.abc import Mapping
@@ -9,6 +11,14 @@ from dataclasses import MISSING
 
 from mpipar.errors import suggestion
 from mpipar.files import text
+
+BOUNDS = {  # of a number: what breaks it, and how a refusal names it
+    "low": (operator.lt, "at least"),
+    "above": (operator.le, "greater than"),
+    "high": (operator.gt, "at most"),
+    "below": (operator.ge, "less than"),
+}
+HALF = re.compile("[\ud800-\udfff]")  # half a character, which no UTF-8 holds
 
 
 def setting(
@@ -86,44 +96,31 @@ def kind(field: dataclasses.Field) -> tuple[type, bool]:
 
 
 def field_problem(field: dataclasses.Field, value: object) -> str | None:
-    """Return what is wrong with a field's value, or None; of several problems, the last one."""
-    found = None
-    if value is not None and not isinstance(value, bool):
-        for one in value if isinstance(value, tuple) else (value,):
-            found = value_problem(field.name, field.metadata, one) or found
-    return found
+    """Return what is wrong with a field's value, or None."""
+    values = value if isinstance(value, tuple) else (value,)
+    found = (value_problem(field.name, field.metadata, one) for one in values)
+    return next(filter(None, found), None)
 
 
-def value_problem(name: str, legal: Mapping[str, typing.Any], value: object) -> str | None:
+def value_problem(name: str, legal: Mapping[str, typing.Any], value: typing.Any) -> str | None:
     """Return what is wrong with one number or string, or None."""
-    if problem := _limit_problem(legal, value):
-        return f"{argument(name, legal)} {text.brief(str(value))}: {problem}"
+    if value is None or isinstance(value, bool):
+        return None
+    limits = {bound: legal[bound] for bound in BOUNDS if legal[bound] is not None}
+    if isinstance(value, int):
+        limits.setdefault("below", 2**31)
+    wrong = [
+        f"must be {words} {limits[bound]:,}"
+        for bound, (breaks, words) in BOUNDS.items()
+        if bound in limits and breaks(value, limits[bound])
+    ]
+    if isinstance(value, float) and not math.isfinite(value):
+        wrong.insert(0, "must be a finite number")
     if legal["choices"] and value not in legal["choices"]:
         options = [str(option) for option in legal["choices"]]
         hint = suggestion(value, options) if isinstance(value, str) else ""
-        return (
-            f"{argument(name, legal)} {text.shown(value)}: must be one of"
-            f" {', '.join(options)}{hint}"
-        )
-    if isinstance(value, str) and any(0xD800 <= ord(letter) < 0xE000 for letter in value):
-        return (
-            f"{argument(name, legal)} {text.shown(value)}: is not valid UTF-8, so it cannot be"
-            " written to config.toml"
-        )
-    return None
-
-
-def _limit_problem(legal: Mapping[str, typing.Any], value: typing.Any) -> str | None:
-    """Return which limit a number breaks, or None."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "must be a finite number"
-    if legal["low"] is not None and value < legal["low"]:
-        return f"must be at least {legal['low']}"
-    if legal["above"] is not None and value <= legal["above"]:
-        return f"must be greater than {legal['above']:g}"
-    if legal["high"] is not None and value > legal["high"]:
-        return f"must be at most {legal['high']:,}"
-    below = legal["below"] or (2**31 if isinstance(value, int) else math.inf)
-    if isinstance(value, int | float) and value >= below:
-        return f"must be less than {below}"
-    return None
+        wrong.append(f"must be one of {', '.join(options)}{hint}")
+    if isinstance(value, str) and HALF.search(value):
+        wrong.append("is not valid UTF-8, so it cannot be written to config.toml")
+    shown = text.shown(value) if isinstance(value, str) else text.brief(str(value))
+    return f"{argument(name, legal)} {shown}: {wrong[0]}" if wrong else None
