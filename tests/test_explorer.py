@@ -90,7 +90,7 @@ def test_other_counts_and_files_are_put_beside_the_orders(monkeypatch, tmp_path)
     printed("schedule", "dualpipe", "--pp", 2, "--csv", table)
     printed("schedule", "--from-csv", table, "--html", path)
     data, _ = parts_of(path.read_text())
-    assert data["own"]["title"] == "own.csv"
+    assert data["own"]["title"] == "own.csv, 2 workers"
     assert data["own"]["schedule"]["homes"] == [[0, 1], [1, 0]]
 
 

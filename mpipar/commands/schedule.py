@@ -9,7 +9,7 @@ from numbers import Real
 from pathlib import Path
 
 from mpipar.commands.command import Command, Context
-from mpipar.config.setting import positional, setting, switch
+from mpipar.config.setting import flag, positional, setting, switch
 from mpipar.console import output
 from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError, UserError
@@ -36,6 +36,7 @@ MOST_COMPARED = 1 << 13  # microbatches times workers: each schedule is made and
 VIEWS = ("--symbols", "--book", "--svg", "--animate", "--json", "--csv")  # of one schedule
 FIRST, SECOND = "1f1b", "zb-h1"  # what the explorer shows if no schedule is named
 MOST_DRAWN = 1 << 12  # forward passes of a schedule: a browser draws three boxes for each
+PROVED = "proved: every pass once and in order, no deadlock even if every send is synchronous"
 STDOUT = "-"  # a file of this name is standard output
 EXAMPLES = """\
 In the grid a row is a worker and F3 is the forward of microbatch 3 (2F3: of stage 2). B is a whole
@@ -102,61 +103,57 @@ class Arguments:
     )
 
 
+MODES = (  # (an argument, what it does when it is given, the arguments that it would not read)
+    ("--html", "writes one page and nothing else", ("--compare", *VIEWS)),
+    (
+        "--from-run",
+        "brings its own schedule and costs",
+        ("NAME", "--chunks", "--costs", "--latency", "--from-csv"),
+    ),
+    ("--from-csv", "brings its own schedule", ("NAME", "--compare", "--chunks")),
+    ("--compare", "prints one table of all schedules", ("NAME", *VIEWS)),
+)
+
+
 def problems(args: Arguments) -> list[UsageError]:
     """Return everything that is wrong between the arguments."""
-    found, prints = [], args.html is None
+    values = {flag(name): value for name, value in vars(args).items()} | {"NAME": args.name}
+    given = {word for word, value in values.items() if value is not None and value is not False}
+    found = [
+        f"{mode} {what}: leave {' and '.join(ignored)} out"
+        for mode, what, words in MODES
+        if mode in given and (ignored := [word for word in words if word in given])
+    ]
     try:
         costs_of(args)
     except UserError as error:
         found += error.problems
-    if not prints:
-        found += unread(args, "--html writes one page and nothing else", "--compare", *VIEWS)
-    if args.from_run is not None:
-        found += (
-            ["--from-run fills the explorer: add --html FILE"]
-            if prints
-            else unread(
-                args,
-                "--from-run brings its own schedule and costs",
-                "NAME",
-                "--chunks",
-                "--costs",
-                "--latency",
-                "--from-csv",
-            )
+    work = args.pp * args.num_microbatches
+    if args.compare and work > MOST_COMPARED:
+        found.append(
+            "--compare makes every schedule: --pp times --num-microbatches is"
+            f" {brief(str(work))}, but must be at most {MOST_COMPARED:,}"
         )
-    elif args.from_csv is not None:
-        found += unread(
-            args,
-            "--from-csv brings its own schedule",
-            "NAME",
-            *["--compare"] * prints,
-            "--chunks",
-        )
-    elif args.compare and prints:
-        found += unread(args, "--compare prints one table of all schedules", "NAME", *VIEWS)
-        if (
-            args.pp * args.num_microbatches > MOST_COMPARED
-            and min(args.pp, args.num_microbatches) > 0
-        ):
-            found.append(
-                f"--compare makes every schedule: --pp times --num-microbatches is"
-                f" {brief(str(args.pp * args.num_microbatches))}, but must be at most"
-                f" {MOST_COMPARED:,}"
-            )
-    elif args.name is None and prints:
+    if not given & {"NAME", *(mode for mode, _, _ in MODES)}:
         found.append(
             f"which schedule? use mpipar schedule NAME with one of {', '.join(SCHEDULES)},"
             " or --compare"
         )
-    else:
+    elif not given & {"--compare", "--from-csv", "--from-run"}:
         found += schedule_problems(args.name or FIRST, args.pp, args.num_microbatches, args.chunks)
-    if args.animate and not (args.svg or args.compare or args.html):
-        found.append("--animate: animates a picture; add --svg FILE")
-    if args.book and args.symbols:
-        found.append("--book and --symbols: give one of them")
-    if args.json and args.csv == STDOUT:
-        found.append("--json and --csv - both print; name a file for --csv, or leave --json out")
+    found += [
+        words
+        for is_wrong, words in (
+            (args.from_run and not args.html, "--from-run fills the explorer: add --html FILE"),
+            (args.animate and not args.svg, "--animate: animates a picture; add --svg FILE"),
+            (args.book and args.symbols, "--book and --symbols: give one of them"),
+            (
+                args.json and args.csv == STDOUT,
+                "--json and --csv - both print; name a file for --csv, or leave --json out",
+            ),
+        )
+        if is_wrong
+    ]
     return [UsageError(found)] if found else []
 
 
@@ -166,57 +163,41 @@ def run(context: Context) -> int:
     costs = costs_of(args)
     if args.html is not None:
         write_explorer(args, costs)
-        return EXIT_OK
-    if args.compare:
+    elif args.compare:
         print(compare_schedules(args.pp, args.num_microbatches, args.chunks, costs))
-        return EXIT_OK
-    if args.from_csv is not None:
-        schedule = csv_format.read_csv(Path(args.from_csv))
     else:
-        schedule = make_schedule(args.name, args.pp, args.num_microbatches, args.chunks)
-    show(args, schedule, costs)
+        show(args, schedule_of(args), costs)
     return EXIT_OK
 
 
+def schedule_of(args: Arguments) -> Schedule:
+    """Return the schedule that is named, or in the file that is. Raises UsageError."""
+    if args.from_csv is not None:
+        return csv_format.read_csv(Path(args.from_csv))
+    return make_schedule(args.name or FIRST, args.pp, args.num_microbatches, args.chunks)
+
+
 def costs_of(args: Arguments) -> Costs:
-    """Return the exact costs of --costs and --latency. Raises UsageError."""
-    usual = "1,1/2,1/2" if args.book else "1,1,1"
-    return parse_costs(
-        usual if args.costs is None else args.costs, "0" if args.latency is None else args.latency
-    )
-
-
-def unread(args: Arguments, why: str, *words: str) -> list[str]:
-    """Return one problem listing the flags in `words` that were given but would be ignored."""
-    values = {word: getattr(args, word.lower().lstrip("-").replace("-", "_")) for word in words}
-    given = [word for word, value in values.items() if value is not None and value is not False]
-    return [f"{why}: leave {' and '.join(given)} out"] if given else []
-
-
-def parse_costs(text: str, latency: str) -> Costs:
-    """Return the exact costs F,I,W[,FB] and C; raise UsageError with all mistakes at once."""
-    problems, values = [], []
-    for flag, word, least in [("--costs", word, 1) for word in text.split(",")] + [
-        ("--latency", latency, 0)
-    ]:
+    """Return the exact costs of --costs and --latency; raise UsageError with all mistakes."""
+    text = ("1,1/2,1/2" if args.book else "1,1,1") if args.costs is None else args.costs
+    words, latency, found, values = text.split(","), args.latency or "0", [], []
+    for name, word in [*(("--costs", word) for word in words), ("--latency", latency)]:
+        least = "more than" if name == "--costs" else "at least"
         try:
-            value = Fraction(word if COST.fullmatch(word.strip()) else "")
+            values.append(Fraction(word if COST.fullmatch(word.strip()) else ""))
         except (ValueError, ZeroDivisionError):
-            problems.append(
-                f"{flag}: {shown(word)} is not a number of at most 9 digits, such as 1,"
+            found.append(
+                f"{name}: {shown(word)} is not a number of at most 9 digits, such as 1,"
                 " 0.25, 1/3 or 2e-3"
             )
-            continue
-        if value < 0 or (least and value == 0):
-            problems.append(f"{flag}: {word} must be {'more than' if least else 'at least'} 0")
-        values.append(int(value) if value.denominator == 1 else value)
-    if len(text.split(",")) not in (3, 4):
-        problems.append(
-            f"--costs {brief(text)}: use three numbers F,I,W or four F,I,W,FB, as in 1,1,1"
-        )
-    if problems:
-        raise UsageError(problems)
-    f, i, w, *overlapped, hop = values
+        else:
+            if values[-1] < 0 or (name == "--costs" and values[-1] == 0):
+                found.append(f"{name}: {word} must be {least} 0")
+    if len(words) not in (3, 4):
+        found.append(f"--costs {brief(text)}: use three numbers F,I,W or four F,I,W,FB, as 1,1,1")
+    if found:
+        raise UsageError(found)
+    f, i, w, *overlapped, hop = (int(one) if one.denominator == 1 else one for one in values)
     share = Fraction(overlapped[0]) / (f + i + w) if overlapped else 1
     return Costs(f, i, w, share, hop)
 
@@ -235,17 +216,14 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
     if args.json:
         print(json.dumps(as_dict(timeline, form), indent=1, default=float))  # of fractions
         return
-    picture = draw.grid(timeline)
     if args.symbols:
         picture = f"{draw.symbols(timeline)}\n\n{draw.notation(schedule)}"
-    elif args.book:
-        picture = book_picture(timeline)
-    headline = (
-        f"{title(schedule)}; {cost_words(costs)}\nproved: every pass once and in order, no"
-        " deadlock even if every send is synchronous"
-    )
-    blocks = [headline, picture, summary(timeline, form)]
-    print("\n\n".join(blocks if args.book else [*blocks, workers(timeline)]))
+    else:
+        picture = book_picture(timeline) if args.book else draw.grid(timeline)
+    print(f"{title(schedule)}; {cost_words(costs)}\n{PROVED}\n\n{picture}")
+    print(f"\n{summary(timeline, form)}")
+    if not args.book:
+        print(f"\n{workers(timeline)}")
     for path in (args.svg, args.csv):
         if path:
             print(f"wrote {path}")
@@ -268,11 +246,8 @@ def book_picture(timeline: Timeline) -> str:
             " textbook draws: leave --book out, or use naive, gpipe or 1f1b"
         )
     picture = f"{draw.grid(timeline, book=True)}\n\n{draw.book_notation(schedule)}"
-    try:
-        picture.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        return picture.translate(draw.PLAIN_ARROWS)
-    return picture
+    has_arrows = "\u2191".encode(sys.stdout.encoding or "utf-8", "ignore")
+    return picture if has_arrows else picture.translate(draw.PLAIN_ARROWS)
 
 
 def title(schedule: Schedule) -> str:
@@ -323,53 +298,49 @@ def spread(values: tuple[Real, ...]) -> str:
 
 def workers(timeline: Timeline) -> str:
     """Return a table with a line for each worker."""
-    rows = [("worker", "busy", "share", "idle", "idle between its passes", "peak stash", "sends")]
-    columns = zip(
-        timeline.busy,
-        timeline.busy_share,
-        timeline.global_bubble,
-        timeline.span_bubble,
-        timeline.peak_stash,
-        timeline.messages,
-        strict=True,
+    number = draw.short_number
+    columns = (
+        map(number, timeline.busy),
+        (f"{100 * share:.1f} %" for share in timeline.busy_share),
+        map(number, timeline.global_bubble),
+        map(number, timeline.span_bubble),
+        map(number, timeline.peak_stash),
+        map(number, timeline.messages),
     )
-    for pp_rank, (busy, share, idle, between, stash, sent) in enumerate(columns):
-        texts = map(draw.short_number, (idle, between, stash, sent))
-        rows.append((str(pp_rank), draw.short_number(busy), f"{100 * share:.1f} %", *texts))
-    return table(rows)
+    head = ("worker", "busy", "share", "idle", "idle between its passes", "peak stash", "sends")
+    return table([head, *((rank, *row) for rank, row in enumerate(zip(*columns, strict=True)))])
 
 
 def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
     """Return all schedules for one p and m: what each costs and saves, or why it is unusable."""
     rows = [("schedule", "stages", "step", "bubble", "against naive", "peak stash", "messages")]
-    notes = []
-    slowest = None
+    notes, slowest, number = [], None, draw.short_number
     for name in SCHEDULES:
         own = chunks if FAMILIES[name].looped else None
-        found = schedule_problems(name, p, m, own)
-        if found:
+        if found := schedule_problems(name, p, m, own):
             notes += found
             continue
         schedule = make_schedule(name, p, m, own)
         v = schedule.num_stages // p
         timeline = simulate(schedule, costs.divided(v))
         slowest = slowest or timeline.makespan
-        stash = Fraction(max(timeline.peak_stash), v)
         rows.append(
             (
                 name,
-                str(schedule.num_stages),
-                draw.short_number(timeline.makespan),
+                schedule.num_stages,
+                number(timeline.makespan),
                 f"{100 * timeline.bubble_share:.1f} %",
                 f"{float(slowest / timeline.makespan):.2f} x",
-                draw.short_number(stash),
-                draw.short_number(sum(timeline.messages)),
+                number(Fraction(max(timeline.peak_stash), v)),
+                number(sum(timeline.messages)),
             )
         )
     if len(rows) == 1:
         raise UsageError(list(dict.fromkeys(notes)))  # each problem only once
-    head = f"{counted(p, 'worker')}, {counted(m, 'microbatch')}; a worker's layers take"
-    head += f" {cost_words(costs)}"
+    head = (
+        f"{counted(p, 'worker')}, {counted(m, 'microbatch')}; a worker's layers take"
+        f" {cost_words(costs)}"
+    )
     foot = "peak stash: microbatches of a worker's layers; dualpipe holds its weights twice"
     return "\n\n".join([head, table(rows), "\n".join([foot, *notes])])
 
@@ -403,48 +374,45 @@ def write_explorer(args: Arguments, costs: Costs) -> None:
     title, unit, measured = "Pipeline schedules", "", None
     if args.from_run is not None:
         schedule, costs, measured = of_run(args.from_run)
-        own = {"title": f"{schedule.name} of {run_name(args.from_run)}"}
-        title, unit = f"{title}: {run_name(args.from_run)}", " ms"
-    elif args.from_csv is not None:
-        schedule = csv_format.read_csv(Path(args.from_csv))
-        own = {"title": harmless(schedule.name)}
-        if schedule.wired:
-            raise UsageError(
-                f"{args.from_csv} has sends and receives, but the page shows passes:"
-                " write the file with --csv-format compute_only"
-            )
+        name = run_name(args.from_run)
+        own, title, unit = f"{schedule.name} of {name}", f"{title}: {name}", " ms"
     else:
-        schedule = make_schedule(args.name or FIRST, args.pp, args.num_microbatches, args.chunks)
-        own = (
-            None
-            if is_known(schedule)
-            else {"title": f"{schedule.name}, {schedule.pp_size} workers"}
+        schedule = schedule_of(args)
+        own = f"{harmless(schedule.name)}, {schedule.pp_size} workers"
+    if args.from_csv is not None and schedule.wired:
+        raise UsageError(
+            f"{args.from_csv} has sends and receives, but the page shows passes:"
+            " write the file with --csv-format compute_only"
         )
-    check_size(schedule)
+    if (count := schedule.num_stages * schedule.num_microbatches) > MOST_DRAWN:
+        raise UsageError(
+            f"--html draws at most {MOST_DRAWN:,} forward passes, and this schedule"
+            f" has {count:,}: use fewer workers, chunks or microbatches"
+        )
     chunks = schedule.num_stages // schedule.pp_size
     worker = costs_of_a_worker(costs, schedule)
+    has_counts = schedule.pp_size in explorer.RANKS and (
+        schedule.num_microbatches in explorer.MICROBATCHES
+    )
+    is_known = not (args.from_run or args.from_csv) and has_counts
+    is_known = is_known and chunks in explorer.chunk_counts(schedule.name)
     second = SECOND if schedule.name != SECOND else FIRST
-    if schedule.pp_size not in explorer.RANKS or (
-        schedule.num_microbatches not in explorer.MICROBATCHES
-    ):
-        second = ""  # the page has none with these counts
-    start = {
-        "first": "own" if own else schedule.name,
-        "second": "measured" if measured else second,
-        "p": schedule.pp_size,
-        "m": schedule.num_microbatches,
-        "chunks": chunks,
-        "share": "worker",
-        "overlap": float(costs.overlap),
-        "hop": rounded(costs.latency),
-        **{name: rounded(getattr(worker, name)) for name in "fiw"},
-    }
     data = {
         "title": title,
         "unit": unit,
-        "start": start,
+        "start": {
+            "first": schedule.name if is_known else "own",
+            "second": "measured" if measured else second if has_counts else "",
+            "p": schedule.pp_size,
+            "m": schedule.num_microbatches,
+            "chunks": chunks,
+            "share": "worker",
+            "overlap": float(costs.overlap),
+            "hop": rounded(costs.latency),
+            **{name: rounded(getattr(worker, name)) for name in "fiw"},
+        },
         "measured": measured,
-        "own": own and own | {"schedule": explorer.schedule_facts(schedule)},
+        "own": None if is_known else {"title": own, "schedule": explorer.schedule_facts(schedule)},
     }
     drawing = svg(simulate(schedule, worker.divided(chunks)), f"{schedule.name}, one step")
     page = explorer.build(data, explorer.known_orders(), drawing)
@@ -452,37 +420,15 @@ def write_explorer(args: Arguments, costs: Costs) -> None:
     print(f"{harmless(args.html)}: open it in a browser")
 
 
-def is_known(schedule: Schedule) -> bool:
-    """Return whether the page contains this order anyway."""
-    chunks = schedule.num_stages // schedule.pp_size
-    return (
-        schedule.pp_size in explorer.RANKS
-        and schedule.num_microbatches in explorer.MICROBATCHES
-        and chunks in explorer.chunk_counts(schedule.name)
-    )
-
-
-def check_size(schedule: Schedule) -> None:
-    """Raise UsageError if a browser would be slow to draw the schedule."""
-    count = schedule.num_stages * schedule.num_microbatches
-    if count > MOST_DRAWN:
-        raise UsageError(
-            f"--html draws at most {MOST_DRAWN:,} forward passes, and this schedule"
-            f" has {count:,}: use fewer workers, chunks or microbatches"
-        )
-
-
 def costs_of_a_worker(costs: Costs, schedule: Schedule) -> Costs:
     """Return the costs with single values of f, i and w: those given, or the mean over workers."""
     sums = {name: getattr(costs, name) for name in "fiw"}
-    return replace(
-        costs,
-        **{
-            name: sum(value) / schedule.pp_size
-            for name, value in sums.items()
-            if isinstance(value, tuple)
-        },
-    )
+    means = {
+        name: sum(value) / schedule.pp_size
+        for name, value in sums.items()
+        if isinstance(value, tuple)
+    }
+    return replace(costs, **means)
 
 
 def rounded(value) -> float:
@@ -509,33 +455,25 @@ def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
         by_stage = {name: tuple(1e3 * value for value in getattr(seconds, name)) for name in "fiw"}
         step, passes = pop.median_passes(trace)
         start = min(span.start_ns for own in passes for span in own)
-        rows = [
-            [
-                [
-                    (span.start_ns - start) * 1e-6,
-                    (span.end_ns - start) * 1e-6,
-                    f"{span.stage}{span.kind}{span.mb}",
-                ]
-                for span in own
-            ]
-            for own in passes
-        ]
         costs = Costs(**by_stage, latency=pop.hop_ns(trace) * 1e-6)
+    rows = [
+        [
+            [
+                (span.start_ns - start) * 1e-6,
+                (span.end_ns - start) * 1e-6,
+                f"{span.stage}{span.kind}{span.mb}",
+            ]
+            for span in own
+        ]
+        for own in passes
+    ]
     name = run_name(folder)
     words = (
         f"measured in step {step} of {name}; who waited for a message is in its trace:"
         f" mpipar trace {harmless(folder)}"
     )
-    return (
-        schedule,
-        costs,
-        {
-            "title": f"{name}, measured",
-            "costs": by_stage,
-            "passes": rows,
-            "words": "\n".join([words, *trace.remarks()]),
-        },
-    )
+    measured = {"title": f"{name}, measured", "costs": by_stage, "passes": rows}
+    return schedule, costs, measured | {"words": "\n".join([words, *trace.remarks()])}
 
 
 COMMAND = Command(
