@@ -13,6 +13,7 @@ from mpipar import models
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import turns
 from mpipar.commands.command import OF_A_STEP, Command, Context
+from mpipar.config.layout import axes_text
 from mpipar.config.setting import setting, switch
 from mpipar.console.tables import (
     barriers,
@@ -38,6 +39,9 @@ from mpipar.study.explain.predict import predict, unit_memory
 from mpipar.train.build import configured_schedule
 
 WIDTH = 100  # characters per line of text
+FORMS = """\
+calls and bytes sent per step, and for one block and microbatch, beside the closed forms
+(L blocks here, R of them recomputed, m microbatches, q ranks in the group):"""
 MOST_RANKS = 1 << 17  # of a layout: beyond it the arithmetic of groups takes minutes
 MOST_LISTED = 256  # with --all-ranks: the step of each rank takes up to a second
 
@@ -75,27 +79,20 @@ def run(context: Context) -> int:
     return EXIT_OK
 
 
-def of_named_axes(parsed) -> tuple:
-    """Return (configuration, number of ranks), with 1 for axes that are not given."""
-    given = parsed.config.grid
-    named = replace(given, **{axis: 1 for axis in AXES if getattr(given, axis) is None})
-    config = replace(parsed.config, grid=named)
-    return replace(parsed, config=config), named.num_ranks
-
-
 def configured(parsed, args):
-    """Return (resolved configuration, the Machine of --machine or None).
+    """Return (resolved configuration, the Machine of --machine or None); axes not given are 1.
 
     It prints the notes that `train` would print for these flags. Raises UsageError.
     """
-    parsed, world_size = of_named_axes(parsed)
+    given = parsed.config.grid
+    grid = replace(given, **{axis: 1 for axis in AXES if getattr(given, axis) is None})
+    world_size, problems = grid.num_ranks, []
     if world_size > MOST_RANKS:
-        axes = ",".join(f"{axis}={getattr(parsed.config.grid, axis)}" for axis in AXES)
         raise UsageError(
-            f"--layout {axes}: has {world_size:,} ranks; at most {MOST_RANKS:,} can be explained"
+            f"--layout {axes_text(vars(grid))}: has {world_size:,} ranks; at most"
+            f" {MOST_RANKS:,} can be explained"
         )
-    config, notes = resolve(parsed, world_size)
-    problems = []
+    config, notes = resolve(replace(parsed, config=replace(parsed.config, grid=grid)), world_size)
     if args.rank is not None and not 0 <= args.rank < world_size:
         problems.append(f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}")
     if args.all_ranks and args.rank is not None:
@@ -107,25 +104,24 @@ def configured(parsed, args):
         )
     if problems:
         raise UsageError(problems)
-    machine = load_machine(args.machine) if args.machine is not None else None
     if notes:
         print("\n".join([*notes, ""]))
-    return config, machine
+    return config, load_machine(args.machine) if args.machine is not None else None
 
 
 def print_all_ranks(config, schedule, barriers_too: bool) -> None:
     """Print what each rank holds, and with `barriers_too` the barriers of all ranks together."""
-    world_size = Grid.of(config.grid, 0).world_size
-    facts, counters = [], []
-    for world_rank in range(world_size):
-        prediction = predict(config, world_rank)
-        facts.append(holding(config, schedule, prediction))
-        counters.append([[*key, *counter] for key, counter in prediction.recorder.counters.items()])
-    print(f"{counted(world_size, 'rank')}; {step_words(config, schedule)}\n")
-    print(holdings(facts))
+    predictions = [predict(config, world_rank) for world_rank in range(config.grid.num_ranks)]
+    print(f"{counted(len(predictions), 'rank')}; {step_words(config, schedule)}\n")
+    print(holdings([holding(config, schedule, one) for one in predictions]))
     if barriers_too:
         print("\nbarriers by name, per step, summed over ranks:")
-        print(without_times(barriers(counters, 1, world_size)))
+        print(barriers([counters(one) for one in predictions], 1, timed=False))
+
+
+def counters(prediction) -> list[tuple]:
+    """Return what a rank's operations sum up to, for `barriers`."""
+    return [(*key, *sums) for key, sums in prediction.recorder.counters.items()]
 
 
 def step_words(config, schedule) -> str:
@@ -141,39 +137,25 @@ def print_rank(config, schedule, prediction, every_call: bool) -> None:
     """Print one rank's barriers, FLOPs and memory; with `every_call` all calls in their order."""
     grid = Grid.of(config.grid, prediction.world_rank)
     split = models.layer_split(config, schedule)
+    stages = [describe_stage(one, split, ENTRY) for one in schedule.stages_of(grid.place("pp"))]
     print(
-        f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()}; stages "
-        + "; ".join(
-            describe_stage(stage, split, ENTRY) for stage in schedule.stages_of(grid.place("pp"))
-        )
+        f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()};"
+        f" stages {'; '.join(stages)}\n{step_words(config, schedule)}\n"
     )
-    print(f"{step_words(config, schedule)}\n")
-    if prediction.recorder.records:
-        if every_call:
-            print(f"{in_order(prediction, config)}\n")
-        print("by name, per step:")
-        counters = [[*key, *counter] for key, counter in prediction.recorder.counters.items()]
-        print(without_times(barriers([counters], 1, 1)))
-        print(
-            "\ncalls and bytes sent per step, and for one block and microbatch, beside the closed"
-            " forms\n(L blocks here, R of them recomputed, m microbatches, q ranks in the"
-            " group):"
-        )
-        print(closed_forms(prediction, config, schedule, split, grid))
-    else:
+    if not prediction.recorder.records:
         print(
             "no barriers: a single rank waits for no other; add, for example, --layout"
             " dp=2,pp=2,tp=2"
         )
+    else:
+        if every_call:
+            print(f"{in_order(prediction, config)}\n")
+        print(f"by name, per step:\n{barriers([counters(prediction)], 1, timed=False)}\n\n{FORMS}")
+        print(closed_forms(prediction, config, schedule, split, grid))
     print("\nparameters, and what a block keeps of one microbatch, beside the closed forms:")
     print(f"{memory_forms(prediction, config)}\n\n{formulas.legend(config)}")
-    print(
-        "\nFLOPs of products: "
-        + (
-            ", ".join(f"{phase} {short_count(flops)}" for phase, flops in prediction.flops.items())
-            or "none"
-        )
-    )
+    flops = [f"{phase} {short_count(count)}" for phase, count in prediction.flops.items()]
+    print(f"\nFLOPs of products: {', '.join(flops) or 'none'}")
     parts = ", ".join(
         f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}"
         for label in labels_of([prediction.peak_bytes])
@@ -181,19 +163,14 @@ def print_rank(config, schedule, prediction, every_call: bool) -> None:
     text = f"memory at the peak: {parts}; together {nbytes(prediction.peak_total)}"
     print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     if len(prediction.groups.get("expert", ())) > 1:
-        print_experts(prediction, config)
+        worst = predict(config, prediction.world_rank, worst_case=True)
+        print(
+            f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
+            f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}"
+        )
+        print(formulas.expert_rows(config))
     if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
         print(f"that is more than --memory-limit {limit} ({nbytes(limit)})")
-
-
-def print_experts(prediction, config) -> None:
-    """Print what a rank exchanges with its expert-parallel group, and worst-case memory."""
-    worst = predict(config, prediction.world_rank, worst_case=True)
-    print(
-        f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
-        f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}"
-    )
-    print(formulas.expert_rows(config))
 
 
 def step_words_on(machine: str, step: Step) -> str:
@@ -218,17 +195,15 @@ def in_order(prediction, config) -> str:
         record._replace(mb=-1, seq=0, tag=-1, posted_ns=0, waited_ns=0, done_ns=0, step=0)
         for record in prediction.recorder.records
     )
-    for i, (record, count) in enumerate(calls.items(), 1):
+    for record, count in calls.items():
         ranks = prediction.groups[record.axis]
-        formula = formulas.payload(record, costs, len(ranks))
+        shown = ",".join(map(str, ranks))
         if record.peer >= 0:
-            arrow = "to" if record.operation == "send" else "from"
-            shown = f"{arrow} {ranks[record.peer]}"
-        else:
-            shown = ",".join(map(str, ranks))
+            shown = f"{'to' if record.operation == 'send' else 'from'} {ranks[record.peer]}"
+        formula = formulas.payload(record, costs, len(ranks)) or ("",)
         rows.append(
             (
-                i,
+                len(rows),
                 record.phase,
                 record.stage,
                 record.axis,
@@ -238,7 +213,7 @@ def in_order(prediction, config) -> str:
                 shown,
                 record.dtype,
                 nbytes(record.payload_bytes),
-                formula[0] if formula else "",
+                formula[0],
                 nbytes(record.wire_bytes),
                 formulas.sent(record),
                 record.site.removeprefix("mpipar/"),
@@ -247,12 +222,6 @@ def in_order(prediction, config) -> str:
             )
         )
     return table(rows, left=9)
-
-
-def without_times(text: str) -> str:
-    """Return the barrier table without its last two columns of times: nothing was timed."""
-    end = len(text.splitlines()[0].partition("ms mean")[0])
-    return "\n".join(line[:end].rstrip() for line in text.splitlines())
 
 
 def closed_forms(prediction, config, schedule, split, grid) -> str:
@@ -266,37 +235,35 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
         groups["tp, one block"] = block
         index = int(block[0].name.split(".")[0].removeprefix("block"))
         expected["tp, one block"] = formulas.layer(config, grid.size("tp"), index)
-    rows, words = [("axis", "of a step", "counted", "closed form")], [""]
+    rows = []
     for axis, own in groups.items():
         formula, count, text, size = expected.get(axis, formulas.Expected())
-        sent = sum(one.wire_bytes for one in own)
-        rows.append((axis, "calls", len(own), "" if count is None else count))
-        rows.append((axis, "sent", nbytes(sent), "" if size is None else nbytes(size)))
-        words += [formula, text]
-    return beside(table(rows, left=2), words)
+        sent = nbytes(sum(one.wire_bytes for one in own))
+        rows.append(((axis, "calls", len(own), "" if count is None else count), formula))
+        rows.append(((axis, "sent", sent, "" if size is None else nbytes(size)), text))
+    return beside(("axis", "of a step", "counted", "closed form"), rows, left=2)
 
 
-def beside(text: str, words: list[str]) -> str:
-    """Return the lines of a table with words beside each; below it, if that would be too wide."""
-    lines = []
-    for line, own in zip(text.splitlines(), words, strict=True):
-        one_line = f"{line}  {own}".rstrip()
-        lines += [one_line] if len(one_line) <= WIDTH else [line, f"    {own}"]
-    return "\n".join(lines)
+def beside(head: tuple, rows: list[tuple[tuple, str]], left: int = 1) -> str:
+    """Return a table with words beside each row; below it, if that would be too wide."""
+    lines, *more = table([head, *(cells for cells, _ in rows)], left).splitlines()
+    for line, (_, words) in zip(more, rows, strict=True):
+        gap = "  " if len(line) + len(words) + 2 <= WIDTH else "\n    "
+        lines += f"\n{line}{gap}{words}".rstrip()
+    return lines
 
 
 def memory_forms(prediction, config) -> str:
     """Return counted and expected bytes of weights, gradients, optimizer, and a block's stash."""
-    forms, found = memory_formulas.states(config, prediction), dict(prediction.peak_bytes)
-    parts = memory_formulas.block(config)
+    forms, parts = memory_formulas.states(config, prediction), memory_formulas.block(config)
     one = unit_memory(replace(config, model=replace(config.model, layers=1)))
     kept = (one[field][1] for field in ("stash_bytes", "kept_bytes"))
-    forms, found = forms | parts, found | dict(zip(parts, kept, strict=True))
-    rows, words = [("", "bytes", "closed form")], [""]
-    for label, (text, size) in forms.items():
-        rows.append((label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size)))
-        words.append(text)
-    return beside(table(rows), words)
+    found = prediction.peak_bytes | dict(zip(parts, kept, strict=True))
+    rows = [
+        ((label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size)), text)
+        for label, (text, size) in (forms | parts).items()
+    ]
+    return beside(("", "bytes", "closed form"), rows)
 
 
 COMMAND = Command(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Key, Sums, family
 from mpipar.config.layout import sizes_text
 from mpipar.files.text import counted
 from mpipar.models.decoder import CUT, ENTRY, describe_model
+
+BARRIER = ("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step")
 
 
 def table(rows: list[tuple], left: int = 1) -> str:
@@ -178,47 +182,29 @@ def skipped_steps(lines: list[dict]) -> list[str]:
     ]
 
 
-def barriers(facts: list[list], steps: int, world_size: int) -> str:
+def barriers(facts: list[list], steps: int, timed: bool = True) -> str:
     """Return the barriers of a step by name, summed over blocks and microbatches.
 
-    facts: for each rank a list of [*Key, *Sums].
+    facts: for each rank a list of [*Key, *Sums]. timed: whether the calls took time; those of a
+    step on shapes did not.
     Calls and bytes are per step and summed over ranks; milliseconds are per step, mean and max over
     ranks.
     """
-    sums: dict = {}
-    for world_rank, counters in enumerate(facts):
+    found: dict[Key, list[Sums]] = defaultdict(lambda: [Sums()] * len(facts))
+    for rank, counters in enumerate(facts):
         for row in counters:
-            key, counter = Key(*row[: len(Key._fields)]), Sums(*row[len(Key._fields) :])
-            entry = sums.setdefault(key._replace(name=family(key.name)), [0, 0, [0.0] * world_size])
-            entry[0] += counter.calls
-            entry[1] += counter.payload_bytes
-            entry[2][world_rank] += counter.nanoseconds * 1e-6
-    if not sums:
+            key, sums = Key(*row[: len(Key._fields)]), Sums(*row[len(Key._fields) :])
+            own = found[key._replace(name=family(key.name))]
+            own[rank] = own[rank].plus(sums)
+    if not found:
         return "none: a single rank waits for no other"
-    rows = [
-        (
-            "axis",
-            "barrier",
-            "operation",
-            "phase",
-            "dtype",
-            "calls/step",
-            "bytes/step",
-            "ms mean",
-            "ms max",
-        )
-    ]
-    for key, (calls, size, times) in sorted(sums.items()):
-        rows.append(
-            (
-                *key,
-                f"{calls / steps:.4g}",
-                nbytes(size / steps),
-                f"{sum(times) / world_size / steps:.2f}",
-                f"{max(times) / steps:.2f}",
-            )
-        )
-    return table(rows, left=5)
+    rows = [(*BARRIER, *["ms mean", "ms max"] * timed)]
+    for key, ranks in sorted(found.items()):
+        calls, size = sum(one.calls for one in ranks), sum(one.payload_bytes for one in ranks)
+        ms = [one.nanoseconds * 1e-6 / steps for one in ranks]
+        times = [f"{sum(ms) / len(ms):.2f}", f"{max(ms):.2f}"] * timed
+        rows.append((*key, f"{calls / steps:.4g}", nbytes(size / steps), *times))
+    return table(rows, left=len(Key._fields))
 
 
 def overlap(name: str, facts: list[tuple[int, int]]) -> str | None:

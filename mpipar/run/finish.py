@@ -106,7 +106,7 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
     facts = gather_facts(world, fact)
     if facts:
         log("\nbarriers of a step, by name (calls and bytes summed over ranks):")
-        log(console.barriers([fact["counters"] for fact in facts], steps, len(facts)))
+        log(console.barriers([fact["counters"] for fact in facts], steps))
         sums = f"gradient {'reduce-scatter' if worker.config.memory.zero else 'all-reduce'}"
         overlaps = [
             console.overlap(name, [fact[key] for fact in facts])
