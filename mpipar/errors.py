@@ -106,6 +106,11 @@ def combine(errors: Sequence[UserError]) -> UserError:
     return type(ordered[0])([problem for error in ordered for problem in error.problems])
 
 
+def broken(*checks: tuple[object, str]) -> list[str]:
+    """Return the sentences of the checks (whether something is wrong, what) that are broken."""
+    return [sentence for is_broken, sentence in checks if is_broken]
+
+
 def suggestion(word: str, options: Iterable[str] | dict[str, str]) -> str:
     """Return '; did you mean X?' if an option is close to the word, else ''.
 

@@ -19,7 +19,7 @@ from state_cases import config_for, saved, savers_of
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.checkpoint.tokenizer_files import write_tokenizer_files
-from mpipar.console.output import GrowingFile, Log
+from mpipar.console.output import GrowingFile, Log, write_text
 from mpipar.errors import DataError, OutputError
 from mpipar.files import bounded, replace
 from mpipar.job import lock
@@ -328,11 +328,9 @@ def test_a_lock_that_is_no_file_is_refused(kind, victim):
 
 
 @fault(60, "an output in a folder that is missing", 74)
-def test_an_answer_file_in_a_missing_folder_cannot_be_written(tmp_path):
-    from mpipar.run.generation import open_answers
-
+def test_a_picture_in_a_missing_folder_cannot_be_written(tmp_path):
     with pytest.raises(OutputError, match="No such file or directory"):
-        open_answers(str(tmp_path / "none" / "answers.jsonl"))
+        write_text(tmp_path / "none" / "picture.svg", "")
 
 
 # --- another user

@@ -427,7 +427,7 @@ NAMES = "does not name train.bin and val.bin, each once"
 
 
 @pytest.mark.parametrize(("change", "part"), [
-    ({"format": 2}, "has format 2, but this version reads 1"), ({"format": 0}, "format 0"),
+    ({"format": 2}, "has format 2; this version reads 1"), ({"format": 0}, "format 0"),
     ({"dtype": "int64"}, "names the dtype 'int64'"), ({"vocab_size": 2**40}, "vocabulary of"),
     ({"files": []}, NAMES), ({"files": "train"}, "must be a list"),
     ({"more": 1}, "unknown key 'more'"), ({"tokenizer": "a\nb"}, "not a legal str"),

@@ -25,7 +25,7 @@ from mpipar.console.tables import (
     table,
 )
 from mpipar.data.rows import rows_per_microbatch
-from mpipar.errors import EXIT_OK, UsageError
+from mpipar.errors import EXIT_OK, UsageError, broken
 from mpipar.files.text import counted
 from mpipar.models.decoder import ENTRY
 from mpipar.ops.shape_array import labels_of
@@ -79,30 +79,40 @@ def run(context: Context) -> int:
     return EXIT_OK
 
 
+def of_named_axes(parsed) -> tuple:
+    """Return (configuration, number of ranks), with 1 for axes that are not given."""
+    given = parsed.config.grid
+    grid = replace(given, **{axis: 1 for axis in AXES if getattr(given, axis) is None})
+    return replace(parsed, config=replace(parsed.config, grid=grid)), grid.num_ranks
+
+
 def configured(parsed, args):
-    """Return (resolved configuration, the Machine of --machine or None); axes not given are 1.
+    """Return (resolved configuration, the Machine of --machine or None).
 
     It prints the notes that `train` would print for these flags. Raises UsageError.
     """
-    given = parsed.config.grid
-    grid = replace(given, **{axis: 1 for axis in AXES if getattr(given, axis) is None})
-    world_size, problems = grid.num_ranks, []
+    parsed, world_size = of_named_axes(parsed)
     if world_size > MOST_RANKS:
         raise UsageError(
-            f"--layout {axes_text(vars(grid))}: has {world_size:,} ranks; at most"
+            f"--layout {axes_text(vars(parsed.config.grid))}: has {world_size:,} ranks; at most"
             f" {MOST_RANKS:,} can be explained"
         )
-    config, notes = resolve(replace(parsed, config=replace(parsed.config, grid=grid)), world_size)
-    if args.rank is not None and not 0 <= args.rank < world_size:
-        problems.append(f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}")
-    if args.all_ranks and args.rank is not None:
-        problems.append(f"--all-ranks and --rank {args.rank}: give one of them")
-    if args.all_ranks and world_size > MOST_LISTED:
-        problems.append(
-            f"--all-ranks: the layout has {world_size:,} ranks, and at most"
-            f" {MOST_LISTED} are listed; use --rank R for one of them"
-        )
-    if problems:
+    config, notes = resolve(parsed, world_size)
+    wrong = (
+        (
+            args.rank is not None and not 0 <= args.rank < world_size,
+            f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}",
+        ),
+        (
+            args.all_ranks and args.rank is not None,
+            f"--all-ranks and --rank {args.rank}: give one of them",
+        ),
+        (
+            args.all_ranks and world_size > MOST_LISTED,
+            f"--all-ranks: lists at most {MOST_LISTED} ranks, not {world_size:,}; use --rank R",
+        ),
+    )
+    if problems := broken(*wrong):
         raise UsageError(problems)
     if notes:
         print("\n".join([*notes, ""]))

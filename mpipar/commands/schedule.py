@@ -12,7 +12,7 @@ from mpipar.commands.command import Command, Context
 from mpipar.config.setting import flag, positional, setting, switch
 from mpipar.console import output
 from mpipar.console.tables import table
-from mpipar.errors import EXIT_OK, UsageError, UserError
+from mpipar.errors import EXIT_OK, UsageError, UserError, broken
 from mpipar.files.text import brief, counted, harmless, shown
 from mpipar.pipeline import csv_format
 from mpipar.pipeline.instructions import Schedule
@@ -128,12 +128,6 @@ def problems(args: Arguments) -> list[UsageError]:
         costs_of(args)
     except UserError as error:
         found += error.problems
-    work = args.pp * args.num_microbatches
-    if args.compare and work > MOST_COMPARED:
-        found.append(
-            "--compare makes every schedule: --pp times --num-microbatches is"
-            f" {brief(str(work))}, but must be at most {MOST_COMPARED:,}"
-        )
     if not given & {"NAME", *(mode for mode, _, _ in MODES)}:
         found.append(
             f"which schedule? use mpipar schedule NAME with one of {', '.join(SCHEDULES)},"
@@ -141,19 +135,19 @@ def problems(args: Arguments) -> list[UsageError]:
         )
     elif not given & {"--compare", "--from-csv", "--from-run"}:
         found += schedule_problems(args.name or FIRST, args.pp, args.num_microbatches, args.chunks)
-    found += [
-        words
-        for is_wrong, words in (
-            (args.from_run and not args.html, "--from-run fills the explorer: add --html FILE"),
-            (args.animate and not args.svg, "--animate: animates a picture; add --svg FILE"),
-            (args.book and args.symbols, "--book and --symbols: give one of them"),
-            (
-                args.json and args.csv == STDOUT,
-                "--json and --csv - both print; name a file for --csv, or leave --json out",
-            ),
-        )
-        if is_wrong
-    ]
+    found += broken(
+        (args.from_run and not args.html, "--from-run fills the explorer: add --html FILE"),
+        (args.animate and not args.svg, "--animate: animates a picture; add --svg FILE"),
+        (args.book and args.symbols, "--book and --symbols: give one of them"),
+        (
+            args.json and args.csv == STDOUT,
+            "--json and --csv - both print; name a file for --csv, or leave --json out",
+        ),
+        (
+            args.compare and args.pp * args.num_microbatches > MOST_COMPARED,
+            f"--compare: --pp times --num-microbatches must be at most {MOST_COMPARED:,}",
+        ),
+    )
     return [UsageError(found)] if found else []
 
 

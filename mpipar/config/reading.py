@@ -220,7 +220,7 @@ def _value(field: dataclasses.Field, raw, is_text: bool):
         return _single(base, raw, is_text)
     if isinstance(raw, str) and (is_text or base is str):
         raw = [raw] if base is str else raw.split(",")
-    example = EXAMPLES[field.name]
+    example = EXAMPLES.get(field.name)
     if not isinstance(raw, list) or (not raw and field.default != ()):
         raise ValueError(f"must be a list that is not empty, as in [{example}]")
     try:

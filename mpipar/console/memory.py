@@ -23,35 +23,33 @@ class PeakMemory:
     """
 
     def __init__(self, ops):
-        self.ops = ops
+        self.ops, self.counts = ops, ops.device == "cpu"
         self.peak = self.objects = self.steps = 0
 
     def start(self) -> None:
         """Begin before the run creates any array."""
-        if self.ops.device == "cpu":
+        if self.counts:
             tracemalloc.start(1)
 
     def after_step(self, is_last: bool) -> bool:
         """Return whether this step was watched. is_last: whether no step follows."""
         self.steps += 1
-        if self.steps > 2:
-            return False
-        if self.steps == 2 or is_last:
+        if self.steps == 2 or (self.steps == 1 and is_last):
             self.stop()
-        elif self.ops.device == "cpu":
+        elif self.steps == 1 and self.counts:
             tracemalloc.reset_peak()
-        return True
+        return self.steps <= 2
 
     def stop(self) -> None:
         """Record the peak since `start`, or since the first step."""
-        if self.ops.device != "cpu":
+        if not self.counts:
             self.peak = self.ops.xp.get_default_memory_pool().total_bytes()
-        else:
-            together = tracemalloc.get_traced_memory()[1]
-            traces = tracemalloc.take_snapshot().traces
-            tracemalloc.stop()
-            self.objects = sum(trace.size for trace in traces if trace.domain != ARRAYS)
-            self.peak = together - self.objects
+            return
+        together = tracemalloc.get_traced_memory()[1]
+        traces = tracemalloc.take_snapshot().traces
+        tracemalloc.stop()
+        self.objects = sum(trace.size for trace in traces if trace.domain != ARRAYS)
+        self.peak = together - self.objects
 
 
 def process_peak() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from mpipar.console.progress import is_terminal, progress
 from mpipar.errors import OutputError
 from mpipar.files import no_links
-from mpipar.files.replace import replaced_files, set_aside
+from mpipar.files.replace import replace_file, set_aside
 from mpipar.files.text import harmless, printable
 from mpipar.job.failure import DISK_ERRORS
 from mpipar.job.streams import above, silence_output, warn
@@ -46,47 +45,38 @@ class GrowingFile:
     def write(self, text: str) -> None:
         """Append a text, now or later; the first refusal is reported."""
         self.pending += text.encode("utf-8")
-        try:
+        with self._refusals_are_said():
             while self.pending:
                 self.pending = self.pending[self.file.write(self.pending) :]
-        except OSError as error:
-            self._refused(error)
 
     def sync(self) -> str:
         """Sync what was written to disk; return what the user should know, or "".
 
-        If the name no longer leads to this file, the file is written again under that name.
+        If the name no longer leads to this file, the file, which is still open, is copied to its
+        name; what is there is kept aside.
         """
         note = ""
-        try:
-            if not self._is_in_place():
+        with self._refusals_are_said():
+            here = os.fstat(self.file.fileno())
+            if not (os.path.lexists(self.path) and os.path.samestat(os.lstat(self.path), here)):
                 note = f"WARNING: {self.path} was moved, replaced or removed; it is written again"
-                self._write_again()
+                set_aside(self.path)
+                with open(os.dup(self.file.fileno()), "rb") as content:
+                    content.seek(0)
+                    replace_file(self.name, content, root=self.folder)
+                old, self.file = self.file, no_links.append(self.folder, self.name)
+                old.close()
             os.fsync(self.file.fileno())
-        except OSError as error:
-            self._refused(error)
         return note
 
-    def _is_in_place(self) -> bool:
+    @contextmanager
+    def _refusals_are_said(self):
         try:
-            return os.path.samestat(os.lstat(self.path), os.fstat(self.file.fileno()))
-        except OSError:
-            return False
-
-    def _write_again(self) -> None:
-        """Copy the file, which is still open, to its name; what is there is kept aside."""
-        set_aside(self.path)
-        with replaced_files(self.folder) as create, open(os.dup(self.file.fileno()), "rb") as old:
-            old.seek(0)
-            shutil.copyfileobj(old, create(self.name))
-        new = no_links.append(self.folder, self.name)
-        self.file.close()
-        self.file = new
-
-    def _refused(self, error: OSError) -> None:
-        if not self.warned:
-            warn(f"{self.path} can't be written: {error.strerror}; the run continues")
-        self.warned = True
+            yield
+        except OSError as error:
+            if not self.warned:
+                warn(f"{self.path} can't be written: {error.strerror}; the run continues")
+            self.warned = True
 
     def close(self) -> None:
         """Try one last time to write what was refused."""

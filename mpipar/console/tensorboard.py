@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 from mpipar.files import no_links
@@ -26,14 +27,12 @@ TAGS = {
 
 def tensorboard_problems(config) -> list[str]:
     """Return a problem if --tensorboard is given but its extra is not installed."""
-    if not config.run.tensorboard or importlib.util.find_spec("tensorboard") is not None:
-        return []
-    return [
-        (
-            "--tensorboard: the package tensorboard is not installed: pip install"
-            " '.[tensorboard]', or leave --tensorboard out; metrics.csv has the same numbers"
-        )
-    ]
+    wrong = (
+        "--tensorboard: the package tensorboard is not installed: pip install"
+        " '.[tensorboard]', or leave --tensorboard out; metrics.csv has the same numbers"
+    )
+    is_missing = config.run.tensorboard and importlib.util.find_spec("tensorboard") is None
+    return [wrong] * is_missing
 
 
 class Events:
@@ -45,24 +44,23 @@ class Events:
 
     def __init__(self, run_folder: Path, first_step: int):
         self.writer = None
-        self._tried(self._open, run_folder / FOLDER, first_step)
+        with self._failures_are_said():
+            from tensorboard.compat.proto.event_pb2 import SessionLog
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-    def _tried(self, write, *arguments) -> None:
+            with no_links.folder(run_folder, FOLDER, make=True) as inside:
+                for name in os.listdir(inside):  # the writer would follow a link
+                    os.close(no_links.opened(run_folder / FOLDER, name, os.O_RDONLY))
+            self.writer = EventFileWriter(str(run_folder / FOLDER))
+            self._event(first_step, session_log=SessionLog(status=SessionLog.START))
+
+    @contextmanager
+    def _failures_are_said(self):
         try:
-            write(*arguments)
+            yield
         except Exception as error:  # noqa: BLE001 - the run is worth more than its curves
             self.writer = None
             warn(f"no more event files for TensorBoard: {error}; the run continues")
-
-    def _open(self, folder: Path, first_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        with no_links.folder(folder.parent, folder.name, make=True) as inside:
-            for name in os.listdir(inside):  # the writer would follow a link
-                os.close(no_links.opened(folder, name, os.O_RDONLY))
-        self.writer = EventFileWriter(str(folder))
-        self._event(first_step, session_log=SessionLog(status=SessionLog.START))
 
     def _event(self, step: int, **content) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
@@ -72,25 +70,22 @@ class Events:
     def add(self, line: dict) -> None:
         """Add the numbers of a line of metrics.jsonl or evaluations.jsonl."""
         if self.writer is not None:
-            self._tried(self._add, line)
+            from tensorboard.compat.proto.summary_pb2 import Summary
 
-    def _add(self, line: dict) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [
-            Summary.Value(tag=tag, simple_value=line[name])
-            for name, tag in TAGS.items()
-            if line.get(name) is not None
-        ]
-        self._event(line["step"], summary=Summary(value=values))
+            known = {tag: line[name] for name, tag in TAGS.items() if line.get(name) is not None}
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
+            with self._failures_are_said():
+                self._event(line["step"], summary=Summary(value=values))
 
     def sync(self) -> str:
         """Pass all events to the system; there is nothing to report."""
-        if self.writer is not None:
-            self._tried(self.writer.flush)
+        with self._failures_are_said():
+            if self.writer is not None:
+                self.writer.flush()
         return ""
 
     def close(self) -> None:
         """Write what is left, and close the file."""
-        if self.writer is not None:
-            self._tried(self.writer.close)
+        with self._failures_are_said():
+            if self.writer is not None:
+                self.writer.close()

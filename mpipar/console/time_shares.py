@@ -6,53 +6,44 @@ posting messages, and waiting for a core where ranks share cores. A step lasts f
 pipeline span to the end of its optimizer span.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 
 from mpipar.comm.record import COMPUTE
 from mpipar.console.tables import table
 from mpipar.files.text import counted
 
 
-def share_facts(recorder) -> dict:
+def share_facts(recorder) -> dict[str, float]:
     """Return this rank's {useful, communication, rest: seconds}, over steps whole in both rings."""
-    spans, starts, ends = defaultdict(list), {}, {}
-    for span in recorder.spans:
-        if span.kind in COMPUTE:
-            spans[span.step].append((span.start_ns, span.end_ns))
-        if span.kind == "pipeline":
-            starts[span.step] = span.start_ns
-        if span.kind == "opt":
-            ends[span.step] = span.end_ns
-    records = recorder.records
-    whole = starts.keys() & ends.keys()
-    if records:  # records outnumber spans, so older steps may have only spans left
-        whole = {step for step in whole if step >= records[0].step}
-    if len(whole) > 1:
-        whole.discard(min(whole))  # the oldest may have lost its first spans or records
-    sums: Counter = Counter()
-    for step in whole:
-        sums["rest"] += ends[step] - starts[step]
-        spans[step] = sorted(
-            one
-            for one in spans[step]  # an evaluation after the step computes too
-            if starts[step] <= one[0] <= ends[step]
-        )
-        sums["useful"] += sum(end - start for start, end in spans[step])
-    for record in records:
-        if record.step in whole and record.waited_ns and record.done_ns > record.waited_ns:
-            if not starts[record.step] <= record.waited_ns <= ends[record.step]:
-                continue  # after a step: metrics, saving
-            blocked = record.done_ns - record.waited_ns
-            sums["communication"] += blocked
-            own = spans[record.step]
-            place = bisect_right(own, (record.waited_ns, ends[record.step])) - 1
-            if place >= 0 and record.waited_ns < own[place][1]:
-                sums["useful"] -= blocked
-    sums["rest"] -= sums["useful"] + sums["communication"]
-    return {name: sums[name] * 1e-9 for name in ("useful", "communication", "rest")}
+    starts = {span.step: span.start_ns for span in recorder.spans if span.kind == "pipeline"}
+    ends = {span.step: span.end_ns for span in recorder.spans if span.kind == "opt"}
+    # Records outnumber spans, so older steps may have only spans left.
+    first = recorder.records[0].step if recorder.records else 0
+    whole = without_oldest({step for step in starts.keys() & ends.keys() if step >= first})
+
+    def is_inside(step: int, time_ns: int) -> bool:  # evaluation and saving follow a step
+        return step in whole and starts[step] <= time_ns <= ends[step]
+
+    passes = sorted(
+        (span.start_ns, span.end_ns)
+        for span in recorder.spans
+        if span.kind in COMPUTE and is_inside(span.step, span.start_ns)
+    )
+    communication, useful = 0, sum(end - start for start, end in passes)
+    for record in recorder.records:
+        if record.waited_ns and is_inside(record.step, record.waited_ns):
+            blocked = max(0, record.done_ns - record.waited_ns)
+            communication += blocked
+            place = bisect_right(passes, record.waited_ns, key=lambda one: one[0]) - 1
+            useful -= blocked if place >= 0 and record.waited_ns < passes[place][1] else 0
+    rest = sum(ends[step] - starts[step] for step in whole) - useful - communication
+    return {"useful": useful * 1e-9, "communication": communication * 1e-9, "rest": rest * 1e-9}
+
+
+def without_oldest(steps: set[int]) -> set[int]:
+    """Return the steps that the ring holds as a whole: the oldest may have lost its start."""
+    return steps - {min(steps)} if len(steps) > 1 else steps
 
 
 def share_table(facts: list[dict], places: list[str]) -> str:
@@ -70,18 +61,10 @@ def crowded(hosts: list[str], cores: list[int]) -> str | None:
     hosts, cores: of every rank.
     """
     ranks = Counter(hosts)
-    found = {
-        host: (ranks[host], have)
-        for host, have in zip(hosts, cores, strict=True)
-        if ranks[host] > have
-    }
-    if not found:
-        return None
     told = ", ".join(
-        f"{count} ranks share {counted(have, 'core')} of {host}"
-        for host, (count, have) in found.items()
+        f"{ranks[host]} ranks share {counted(have, 'core')} of {host}"
+        for host, have in dict(zip(hosts, cores, strict=True)).items()
+        if ranks[host] > have
     )
-    return (
-        f"{told}: a rank also waits for a core,\nso passes last longer and measured shares"
-        " differ from simulated ones"
-    )
+    words = "a rank also waits for a core,\nso passes last longer and measured shares"
+    return f"{told}: {words} differ from simulated ones" if told else None

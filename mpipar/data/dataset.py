@@ -4,8 +4,6 @@
 Everything in dataset.json is checked here before any file is opened because of it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -17,7 +15,7 @@ import numpy as np
 
 from mpipar.data.token_file import Piece, TokenFiles
 from mpipar.data.tokenizer import MOST_IDS, files_digest, read_files
-from mpipar.errors import DataError
+from mpipar.errors import DataError, broken
 from mpipar.files.bounded import open_regular, parse_json, problems_as, read_bytes
 from mpipar.files.typed import built
 
@@ -66,36 +64,33 @@ def is_dataset(path) -> bool:
 
 def read_dataset(folder: Path) -> tuple[Dataset, str]:
     """Return the content of dataset.json and the SHA-256 of its text; DataError if invalid."""
-    path = folder / NAME
-    with problems_as(DataError, str(path)):
-        content = read_bytes(path, most_bytes=MOST_BYTES)
+    with problems_as(DataError, str(folder / NAME)):
+        content = read_bytes(folder / NAME, most_bytes=MOST_BYTES)
         found = parse_json(content.decode())
-        if (
-            isinstance(found, dict)
-            and type(found.get("format")) is int
-            and found["format"] > FORMAT
-        ):
-            raise ValueError(f"has format {found['format']}, but this version reads {FORMAT}")
+        if isinstance(found, dict) and found.get("format") != FORMAT:
+            raise ValueError(f"has format {found.get('format')!r}; this version reads {FORMAT}")
         found = built(Dataset, found, "dataset")
-        if wrong := _problems(found):
+        size, names = found.vocab_size, [file.name for file in found.files]
+        wrong = broken(
+            (
+                found.dtype not in DTYPES,
+                f"names the dtype {found.dtype!r}; {' and '.join(DTYPES)} are supported",
+            ),
+            (
+                not 1 < size <= MOST_IDS,
+                f"names a vocabulary of {size:,}; 2 to {MOST_IDS:,} are supported",
+            ),
+            (any(file.tokens <= 0 for file in found.files), "has files without tokens"),
+            (
+                names != sorted(set(names))
+                or not all(map(FILE.fullmatch, names))
+                or not all(map(found.part, PARTS)),
+                "does not name train.bin and val.bin, each once",
+            ),
+        )
+        if wrong:
             raise ValueError(wrong[0])
     return found, hashlib.sha256(content).hexdigest()
-
-
-def _problems(found: Dataset) -> list[str]:
-    """Return what is wrong with values that have the right types."""
-    size, names = found.vocab_size, [file.name for file in found.files]
-    checks = {
-        f"has format {found.format}; {FORMAT} is supported": found.format == FORMAT,
-        f"names the dtype {found.dtype!r}; {' and '.join(DTYPES)} are supported": found.dtype
-        in DTYPES,
-        f"names a vocabulary of {size:,}; 2 to {MOST_IDS:,} are supported": 1 < size <= MOST_IDS,
-        "has files without tokens": all(file.tokens > 0 for file in found.files),
-        "does not name train.bin and val.bin, each once": names == sorted(set(names))
-        and all(map(FILE.fullmatch, names))
-        and all(map(found.part, PARTS)),
-    }
-    return [wrong for wrong, is_right in checks.items() if not is_right]
 
 
 def open_dataset(folder: Path, vocab_size: int, thorough: bool):
@@ -106,45 +101,43 @@ def open_dataset(folder: Path, vocab_size: int, thorough: bool):
     """
     found, digest = read_dataset(folder)
     # The table of a model may lack tokens that were added to its tokenizer: each id is compared.
-    wrong, least = [], min(found.vocab_size, vocab_size)
+    least, wrong = min(found.vocab_size, vocab_size), []
+    pieces = {file.name: _open(folder, file, np.dtype(found.dtype), wrong) for file in found.files}
     try:
         if files_digest(read_files(folder)) != found.tokenizer:
             wrong.append(
                 f"--data {folder}: the tokenizer is not the one that made the tokens;"
-                f" prepare the data again"
+                " prepare the data again"
             )
     except DataError as error:
         wrong += error.problems
-    parts = []
-    for part in PARTS:
-        pieces = [
-            _open(folder, file, np.dtype(found.dtype).newbyteorder("<"), wrong)
-            for file in found.part(part)
-        ]
-        parts.append(None if wrong else TokenFiles(pieces, least, digest))
     if wrong:
         raise DataError(wrong)
-    if thorough:
-        for part, tokens in zip(PARTS, parts, strict=True):
-            tokens.check([file.sha256 for file in found.part(part)])
+    parts = []
+    for name in PARTS:
+        files = found.part(name)
+        tokens = TokenFiles([pieces[file.name] for file in files], least, digest)
+        if thorough:
+            tokens.check([file.sha256 for file in files])
             if least < found.vocab_size:
                 tokens.check()
+        parts.append(tokens)
     return *parts, found
 
 
-def _open(folder: Path, stated: File, dtype, wrong: list[str]) -> Piece | None:
-    """Return the tokens of one file; a file of another size is a problem."""
-    path = folder / stated.name
+def _open(folder: Path, stated: File, dtype: np.dtype, wrong: list[str]) -> Piece | None:
+    """Return the tokens of one file; one that is missing or of another size is a problem."""
+    path, due = folder / stated.name, stated.tokens * dtype.itemsize
     try:
         with problems_as(DataError, f"--data {path}"):
             file = open_regular(path)
+            size = os.fstat(file.fileno()).st_size
+            if size != due:
+                raise ValueError(
+                    f"has {size:,} bytes; {NAME} says {stated.tokens:,} tokens"
+                    f" ({due:,} bytes of {dtype.name})"
+                )
     except DataError as error:
         wrong += error.problems
         return None
-    size, due = os.fstat(file.fileno()).st_size, stated.tokens * dtype.itemsize
-    if size != due:
-        wrong.append(
-            f"--data {path}: has {size:,} bytes; {NAME} says {stated.tokens:,} tokens"
-            f" ({due:,} bytes of {dtype.name})"
-        )
-    return Piece(file, 0, 0, stated.tokens, dtype)
+    return Piece(file, 0, 0, stated.tokens, dtype.newbyteorder("<"))

@@ -6,8 +6,6 @@ The ids of its parts are those of the whole document for every tokenizer that do
 across line ends, such as those of GPT-2 and Llama 3.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import Counter
@@ -75,7 +73,7 @@ def _of_json(file, progress) -> Iterator[str]:
     """Yield the text of each line of JSON that is not blank and whose text is not empty."""
     for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
         progress(len(line))
-        try:
+        with problems_as(ValueError, f"line {number:,}"):
             if len(line) == MOST_LINE:
                 raise ValueError(f"has {MOST_LINE:,} bytes or more")
             text = "".join(text_pieces([line]))
@@ -83,8 +81,6 @@ def _of_json(file, progress) -> Iterator[str]:
             found = value.get(KEY) if isinstance(value, dict) else None
             if not isinstance(found, str):
                 raise ValueError(f'must be an object with a text named "{KEY}"')
-        except ValueError as error:
-            raise ValueError(f"line {number:,}: {error}") from None
         if found:
             yield found
 

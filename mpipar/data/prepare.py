@@ -4,8 +4,6 @@ Text is read once to encode it, and once more before if a tokenizer is trained o
 parts of the text are in memory at a time.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import Counter
@@ -35,6 +33,7 @@ from mpipar.data.tokenizer import (
     settings_file,
 )
 from mpipar.errors import DataError
+from mpipar.files.replace import replace_file
 from mpipar.files.text import shown
 
 BATCH = 4 * LONGEST  # characters of several parts, for the library's threads
@@ -97,22 +96,39 @@ class Texts:
 
 
 class Part:
-    """The file of one part, `train` or `val`, in an existing folder."""
+    """The file of one part, `train` or `val`, in an existing folder. Methods raise OSError."""
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype):
         self.path, self.dtype, self.documents = folder / f"{name}.bin", dtype, 0
         self.file = open(self.path, "x+b")  # noqa: SIM115 (`described` closes it)
 
     def write(self, ids: np.ndarray) -> None:
-        """Add ids. Raises OSError."""
+        """Add ids."""
         self.file.write(np.ascontiguousarray(ids, self.dtype).data)
 
     def tokens(self) -> int:
         """Return how many ids have been written."""
         return self.file.tell() // self.dtype.itemsize
 
+    def hold_out_last_tenth(self, held_out: "Part", end: int) -> None:
+        """Move the last tenth of the tokens to a part that has none. end: the id of a text's end.
+
+        Raises DataError if there are too few.
+        """
+        tokens, size = self.tokens(), self.dtype.itemsize
+        if tokens < HELD_OUT:
+            raise DataError(f"there is too little text: {tokens} tokens; give more")
+        left = (tokens - tokens // HELD_OUT) * size
+        self.file.seek(left)
+        while block := self.file.read(LONGEST * size):
+            held_out.write(ids := np.frombuffer(block, self.dtype))
+            held_out.documents += int((ids == end).sum())
+        self.documents -= held_out.documents
+        self.file.truncate(left)
+        self.file.seek(left)
+
     def described(self) -> File:
-        """Sync the file to disk, close it, and return its description. Raises OSError."""
+        """Sync the file to disk, close it, and return its description."""
         with self.file as file:
             tokens = self.tokens()
             file.flush()
@@ -131,10 +147,18 @@ def prepare(texts: Texts, name: str, folder: Path) -> tuple[Dataset, Tokenizer]:
     if name.startswith(TRAIN):
         pieces = (text for text, _ in texts.documents("training the tokenizer"))
         train_tokenizer(pieces, int(name.removeprefix(TRAIN)), folder)
-        tokenizer = load_tokenizer(folder)
-    else:
-        tokenizer = _tokenizer(name)
-        tokenizer.copy(folder)
+    tokenizer = (
+        byte_tokenizer(end=True)
+        if name == BYTES
+        else load_tokenizer(folder if name.startswith(TRAIN) else name)
+    )
+    if tokenizer.end is None:
+        raise DataError(
+            f"--tokenizer {name}: no file says which id ends a text; name the token in"
+            ' tokenizer_config.json beside tokenizer.json, as in {"eos_token":'
+            ' "</s>"}, and give the folder'
+        )
+    tokenizer.copy(folder)
     dtype = np.dtype("<u2" if tokenizer.size <= WIDE else "<u4")
     train, held_out = (Part(folder, part, dtype) for part in PARTS)
     part, first = None, None
@@ -148,35 +172,12 @@ def prepare(texts: Texts, name: str, folder: Path) -> tuple[Dataset, Tokenizer]:
             part.documents += 1
             part = None
     if not held_out.tokens():
-        _hold_out_last_tenth(train, held_out, tokenizer.end)
-    dataset = Dataset(
-        FORMAT,
-        dtype.name,
-        tokenizer.size,
-        tokenizer.end,
-        tokenizer.digest,
-        (train.described(), held_out.described()),
-    )
-    with open(folder / NAME, "x", encoding="utf-8") as file:
-        file.write(dataset.text())
-        file.flush()
-        os.fsync(file.fileno())
+        train.hold_out_last_tenth(held_out, tokenizer.end)
+    files = train.described(), held_out.described()
+    kind = (FORMAT, dtype.name, tokenizer.size, tokenizer.end, tokenizer.digest)
+    dataset = Dataset(*kind, files)
+    replace_file(folder / NAME, [dataset.text().encode()])
     return dataset, tokenizer
-
-
-def _hold_out_last_tenth(train: Part, held_out: Part, end: int) -> None:
-    """Move the last tenth of the tokens to the part that has none."""
-    tokens, size = train.tokens(), train.dtype.itemsize
-    if tokens < HELD_OUT:
-        raise DataError(f"there is too little text: {tokens} tokens; give more")
-    left = (tokens - tokens // HELD_OUT) * size
-    train.file.seek(left)
-    while block := train.file.read(LONGEST * size):
-        held_out.write(ids := np.frombuffer(block, train.dtype))
-        held_out.documents += int((ids == end).sum())
-    train.documents -= held_out.documents
-    train.file.truncate(left)
-    train.file.seek(left)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
@@ -204,34 +205,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     (folder / SETTINGS).write_bytes(settings_file(end=True))
 
 
-def _tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of this name; DataError if it has no id that ends a text."""
-    if name == BYTES:
-        return byte_tokenizer(end=True)
-    found = load_tokenizer(name)
-    if found.end is None:
-        raise DataError(
-            f"--tokenizer {name}: no file says which id ends a text; name the token in"
-            ' tokenizer_config.json beside tokenizer.json, as in {"eos_token":'
-            ' "</s>"}, and give the folder'
-        )
-    return found
-
-
 def _encoded(
-    tokenizer: Tokenizer, texts: Iterable[tuple[str, bool]]
+    tokenizer: Tokenizer, texts: Iterator[tuple[str, bool]]
 ) -> Iterator[tuple[np.ndarray, str, bool]]:
     """Yield (ids, text, whether a document ends with it), in order; many are encoded at a time."""
-    batch, characters = [], 0
-    for one in texts:
-        batch.append(one)
+    while batch := list(_some(texts)):
+        found = tokenizer.encode_all([text for text, _ in batch])
+        yield from ((ids, *one) for ids, one in zip(found, batch, strict=True))
+
+
+def _some(texts: Iterator[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
+    """Yield the next texts, until they have BATCH characters together."""
+    characters = 0
+    while characters < BATCH and (one := next(texts, None)):
         characters += len(one[0])
-        if characters >= BATCH:
-            yield from _of_batch(tokenizer, batch)
-            batch, characters = [], 0
-    yield from _of_batch(tokenizer, batch)
-
-
-def _of_batch(tokenizer, batch):
-    found = tokenizer.encode_all([text for text, _ in batch])
-    return ((ids, *one) for ids, one in zip(found, batch, strict=True))
+        yield one
