@@ -151,7 +151,7 @@ def test_float32_is_the_default(models):
     ("bytes --prompt=", 2, ["--prompt ''"]),
     ("ids --prompt Once", 2, ["--prompt 'Once'", "without the files of a tokenizer takes ids"]),
     ("bytes --tp 4", 2, ["--tp 4", "on 1 rank"]),
-    ("bytes --prompt=12345678", 2, ["--prompt: has 8 tokens", "reads at most 7", "shorten it"]),
+    ("bytes --prompt=12345678", 2, ["'12345678': has 8 tokens", "at most 7", "shorten it"]),
     ("bytes --prompt a --prompts p.txt", 2, ["--prompt and --prompts p.txt: give one of them"]),
     ("bytes --answers a.jsonl", 2, ["--answers: is gone; redirect the standard output"]),
     ("bytes --prompts nowhere.txt", 65, ["nowhere.txt: No such file"]),

@@ -20,7 +20,7 @@ import numpy as np
 
 from mpipar.data import dataset
 from mpipar.data.documents import is_json_lines, read_documents
-from mpipar.data.token_file import Piece, TokenFiles, named, outside
+from mpipar.data.token_file import Piece, TokenFiles, check_ids, named, pieces_of
 from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.errors import DataError
 from mpipar.files.bounded import open_regular, problems_as
@@ -29,7 +29,7 @@ from mpipar.files.text import counted
 
 LLMC_HEADER = 256 * 4  # bytes
 LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, dtype (GPT-2's, Llama 3's)
-OTHER_MAGICS = {20240522: "llm.c's HellaSwag format"}
+HELLASWAG = 20240522
 MOST_TEXT = 4 << 30  # bytes
 NARROW = 1 << 16  # ids that fit in 16 bits
 SAMPLE = 1 << 16  # bytes at the beginning, middle and end of a file that show the type of its ids
@@ -88,18 +88,19 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
     files, problems = text_files(paths, "--data ", only=".bin")
     if len({path.suffix == ".bin" for path in files}) > 1:
         problems.append("--data mixes token files (.bin) and text: give one kind")
-    pieces = [_read(path, vocab_size, thorough, problems) for path in files]
-    held_out = [one for path, one in zip(files, pieces, strict=True) if is_held_out(path)]
-    train = [one for path, one in zip(files, pieces, strict=True) if not is_held_out(path)]
+    parts: list[list] = [[], []]
+    for path in files:
+        try:
+            parts[is_held_out(path)].append(_read(path, vocab_size, thorough))
+        except DataError as error:
+            problems += error.problems
     if problems:
         raise DataError(problems)
-    found = [_joined(part, vocab_size) for part in (train, held_out)]
-    unit = "bytes"
+    found, unit = [_joined(part, vocab_size) for part in parts], "bytes"
     if files[0].suffix == ".bin":
-        types = {named(piece.dtype): None for one in pieces for piece in one.pieces}
-        unit = f"tokens ({', '.join(types)})"
-    what = f"{sum(map(len, pieces)):,} {unit} from {counted(len(files), 'file')}"
-    return Source(*found, what)
+        unit = f"tokens ({', '.join(dict.fromkeys(named(one.dtype) for one in pieces_of(found)))})"
+    count = sum(len(tokens) for tokens in found if tokens is not None)
+    return Source(*found, f"{count:,} {unit} from {counted(len(files), 'file')}")
 
 
 def character_table(paths: Iterable[str]) -> Path | None:
@@ -137,8 +138,7 @@ def _language_reference(vocab_size):
         ) from None
     text = "\n".join(topics[name] for name in sorted(topics))
     tokens = np.frombuffer(text.encode(), np.uint8)
-    if problems := _check_ids("the built-in text", tokens, vocab_size):
-        raise DataError(problems)
+    check_ids("the built-in text", tokens, vocab_size)
     what = f"{len(tokens):,} bytes of Python's language reference (pydoc_data.topics)"
     return Source(tokens, None, what)
 
@@ -154,10 +154,13 @@ def text_files(paths: Iterable[str], flag: str, only: str = "") -> tuple[list[Pa
         if not name:  # as from an unset shell variable; Path("") is this folder
             problems.append(f"{flag}'': is empty; name a file or a folder")
         elif os.path.isdir(path):
-            inside = sorted(
-                p for p in path.rglob("*") if os.path.isfile(p) and not _hidden(p, path)
-            )
-            files += [p for p in inside if only and p.suffix == only] or inside
+            # Without what is hidden, or in a folder that is, such as .git.
+            inside = [
+                one
+                for one in sorted(path.rglob("[!.]*"))
+                if os.path.isfile(one) and not re.search(r"(^|/)\.", str(one.relative_to(path)))
+            ]
+            files += [one for one in inside if only and one.suffix == only] or inside
             if not inside:
                 problems.append(f"{flag}{name}: this folder has no files")
         elif os.path.exists(path):  # if it is not a regular file, reading it reports what it is
@@ -167,35 +170,26 @@ def text_files(paths: Iterable[str], flag: str, only: str = "") -> tuple[list[Pa
     return files, problems
 
 
-def _hidden(path, folder):
-    """Return whether the file, or a folder on the way to it, is hidden, such as .git."""
-    return any(name.startswith(".") for name in path.relative_to(folder).parts)
-
-
-def _read(path, vocab_size, thorough, problems):
-    """Return the tokens of one file; after a problem, which is appended, an empty array."""
-    try:
-        with problems_as(DataError, f"--data {path}"), open_regular(path) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes == 0:
-                raise ValueError("the file is empty")
-            if path.suffix == ".bin":
-                tokens = _read_bin(file, nbytes, vocab_size)
-                if thorough:
-                    tokens.check()
-                return tokens
-            if vocab_size > BYTE_VOCABULARY:
-                raise DataError(_not_bytes(str(path), vocab_size))
-            if nbytes > MOST_TEXT:
-                raise ValueError(
-                    f"has {nbytes:,} bytes, but text is held in memory, at most"
-                    f" {MOST_TEXT:,}; give token files (.bin)"
-                )
-            tokens = _read_text(path)
-    except DataError as error:
-        problems += error.problems
-        return np.zeros(0, np.uint8)
-    problems += _check_ids(path, tokens, vocab_size)
+def _read(path: Path, vocab_size: int, thorough: bool):
+    """Return the tokens of one file. Raises DataError."""
+    with problems_as(DataError, f"--data {path}"), open_regular(path) as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes == 0:
+            raise ValueError("the file is empty")
+        if path.suffix == ".bin":
+            tokens = _read_bin(file, nbytes, vocab_size)
+            if thorough:
+                tokens.check()
+            return tokens
+        if vocab_size > BYTE_VOCABULARY:
+            raise DataError(_not_bytes(str(path), vocab_size))
+        if nbytes > MOST_TEXT:
+            raise ValueError(
+                f"has {nbytes:,} bytes, but text is held in memory, at most"
+                f" {MOST_TEXT:,}; give token files (.bin)"
+            )
+    tokens = _read_text(path)
+    check_ids(path, tokens, vocab_size)
     return tokens
 
 
@@ -208,7 +202,7 @@ def _read_text(path: Path) -> np.ndarray:
     except DataError as error:
         raise DataError([f"--data {text}" for text in error.problems]) from None
     if not content:
-        raise ValueError("has no text")
+        raise DataError(f"--data {path}: has no text")
     return np.frombuffer(content, np.uint8)
 
 
@@ -217,8 +211,8 @@ def _read_bin(file, nbytes, vocab_size) -> TokenFiles:
     start, sample = 0, _sample(file, nbytes)
     head = np.frombuffer(sample[: min(12, nbytes // 4 * 4)], "<i4")
     magic = int(head[0]) if len(head) else None
-    if magic in OTHER_MAGICS:
-        raise ValueError(f"this is {OTHER_MAGICS[magic]}, not a file of tokens")
+    if magic == HELLASWAG:
+        raise ValueError("this is llm.c's HellaSwag format, not a file of tokens")
     if len(head) == 3 and magic in LLMC:
         start, version, dtype = LLMC_HEADER, LLMC[magic][0], np.dtype(LLMC[magic][1])
         due = start + dtype.itemsize * int(head[2])
@@ -270,13 +264,6 @@ def type_of_ids(sample: bytes, nbytes: int, vocab_size: int) -> np.dtype | None:
         if ids.max() < vocab_size and (np.count_nonzero(ids) >= ENOUGH or dtype == usual):
             return dtype
     return None
-
-
-def _check_ids(path, tokens, vocab_size) -> list[str]:
-    """Return a problem if an id has no row in the embedding table."""
-    if len(tokens) and tokens.max() >= vocab_size:
-        return [f"--data: {outside(path, tokens, 0, vocab_size)}"]
-    return []
 
 
 def _not_bytes(what, vocab_size):

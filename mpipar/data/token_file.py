@@ -16,6 +16,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from mpipar.errors import DataError
+from mpipar.files.bounded import problems_as
 from mpipar.files.digests import keep, kept, state_of
 
 BLOCK = 1 << 24  # tokens checked at a time
@@ -102,12 +103,8 @@ def pieces_of(arrays) -> list[Piece]:
 def _whole(piece: Piece, vocab_size: int) -> str:
     """Return the SHA-256 of a piece's whole file, all of whose ids are below the size."""
     file, known = piece.file, kept(piece.file)
-    form = f"{named(piece.dtype)} from byte {piece.start}"
-    if (
-        known.get("tokens") == form
-        and type(known.get("largest")) is int
-        and (known["largest"] < vocab_size)
-    ):
+    form, largest = f"{named(piece.dtype)} from byte {piece.start}", known.get("largest")
+    if known.get("tokens") == form and type(largest) is int and largest < vocab_size:
         return known["sha256"]
     state, largest = state_of(file), 0
     digest = hashlib.sha256(os.pread(file.fileno(), piece.start, 0))
@@ -123,20 +120,16 @@ def _read(piece: Piece, vocab_size: int) -> np.ndarray:
     """Return the tokens of a piece."""
     tokens, done = np.empty(piece.last - piece.first, piece.dtype), 0
     view, start = memoryview(tokens.view(np.uint8)), piece.start + piece.first * tokens.itemsize
-    try:
+    with problems_as(DataError, f"--data {piece.file.name}"):
         while read := os.preadv(piece.file.fileno(), [view[done:]], start + done):
             done += read  # one call reads at most 2 GiB
-    except OSError as error:
-        raise DataError(f"--data {piece.file.name}: {error.strerror}") from None
-    if done < len(view):
-        left = os.fstat(piece.file.fileno()).st_size - piece.start
-        end = max(0, left // tokens.itemsize)
-        raise DataError(
-            f"--data {piece.file.name}: ends at token {end:,}, but tokens up to"
-            f" {piece.last:,} were there: it was truncated while it was being read"
-        )
-    if done and tokens.max() >= vocab_size:
-        raise DataError("--data: " + outside(piece.file.name, tokens, piece.first, vocab_size))
+        if done < len(view):
+            left = os.fstat(piece.file.fileno()).st_size - piece.start
+            raise ValueError(
+                f"ends at token {max(0, left // tokens.itemsize):,}, but tokens up to"
+                f" {piece.last:,} were there: it was truncated while it was being read"
+            )
+    check_ids(piece.file.name, tokens, vocab_size, piece.first)
     return tokens
 
 
@@ -145,14 +138,17 @@ def named(dtype: np.dtype) -> str:
     return f"{'big-endian ' if dtype.str[0] == '>' else ''}{dtype.name}"
 
 
-def outside(name, tokens: np.ndarray, first: int, vocab_size: int) -> str:
-    """Return a message about tokens with an id outside the vocabulary. first: their position."""
-    at, largest = int(np.argmax(tokens >= vocab_size)), int(tokens.max())
-    cure = f"type --vocab-size {largest + 1} or more" if largest < MOST_VOCABULARY else ""
+def check_ids(name, tokens: np.ndarray, vocab_size: int, first: int = 0) -> None:
+    """Raise DataError if an id is outside the vocabulary. first: the position of these tokens."""
+    largest = int(tokens.max(initial=0))
+    if largest < vocab_size:
+        return
+    at = int(np.argmax(tokens >= vocab_size))
+    cures = [f"type --vocab-size {largest + 1} or more"] * (largest < MOST_VOCABULARY)
     if tokens.dtype != np.uint8:
         size = "" if tokens.itemsize < 4 else "; ids above 65,535 have 32 or 64 bits"
-        cure = f"{cure}{cure and ', or '}is it a file of {named(tokens.dtype)} ids?{size}"
-    return (
-        f"{name}: token {int(tokens[at])} at position {first + at:,} is outside the vocabulary"
-        f" of {vocab_size:,}; {cure}"
+        cures.append(f"is it a file of {named(tokens.dtype)} ids?{size}")
+    raise DataError(
+        f"--data: {name}: token {int(tokens[at])} at position {first + at:,} is outside the"
+        f" vocabulary of {vocab_size:,}; {', or '.join(cures)}"
     )

@@ -7,8 +7,6 @@ that other programs can use a model of bytes. All other files are read by the li
 is a DataError. Nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -20,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.errors import DataError, EnvironmentProblem, UsageError
+from mpipar.errors import DataError, EnvironmentProblem
 from mpipar.files.bounded import parse_json, problems_as, read_bytes
 from mpipar.files.recognize import BYTE_ORDER_MARK, HEAD, recognized
 from mpipar.files.replace import replace_file
@@ -46,7 +44,6 @@ END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")  # looked for if no file says which one it is
 TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 BYTES = 256
-MOST_OF_BYTES = 1 << 14  # size of a byte tokenizer's tokenizer.json
 BYTE_VOCABULARY = 512  # a model with more ids, including padding, is not one of bytes
 
 
@@ -91,11 +88,12 @@ class Tokenizer:
 
     @property
     def least_vocabulary(self) -> int:
-        """The least vocabulary of a model with this tokenizer, whose table may lack added tokens.
+        """The least vocabulary of a model with this tokenizer.
 
-        A token for padding is often added without a row; only a text that has its id is refused.
+        A table may lack rows of bytes that no text has, and of added tokens, such as one for
+        padding; only a text that has such an id is refused.
         """
-        return self.size
+        return 1
 
     @property
     def is_bytes(self) -> bool:
@@ -168,21 +166,20 @@ def asked(what: str) -> Iterator[None]:
     """Turn whatever the library `tokenizers` raises inside into a DataError of one sentence."""
     try:
         yield
-    except DataError:
-        raise
     except BaseException as error:
         # A panic of the library, which has no class to import, is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        is_theirs = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, DataError) or not is_theirs:
             raise
         raise DataError(
             f"{what}: the library tokenizers cannot use it: {brief(str(error), 200)}"
         ) from None
 
 
-def byte_tokenizer(end: bool = False, size: int = BYTES) -> Tokenizer:
-    """Return the bytes below `size`, with one more id that ends a document if `end`."""
-    files = {TOKENIZER: _byte_file(end, size), SETTINGS: settings_file(end)}
-    return Tokenizer(size + end, BYTES if end else None, files)
+def byte_tokenizer(end: bool = False) -> Tokenizer:
+    """Return the tokenizer of bytes, with one more id that ends a document if `end`."""
+    files = {TOKENIZER: _byte_file(end), SETTINGS: settings_file(end)}
+    return Tokenizer(BYTES + end, BYTES if end else None, files)
 
 
 def default_tokenizer(vocab_size: int) -> Tokenizer:
@@ -197,8 +194,9 @@ def load_tokenizer(path) -> Tokenizer:
     """
     path = Path(path)
     files = read_files(path)
-    if found := _bytes_of(files.get(TOKENIZER, b"")):
-        return found
+    for of_bytes in (byte_tokenizer(), byte_tokenizer(end=True)):
+        if files.get(TOKENIZER) == of_bytes.files[TOKENIZER]:
+            return of_bytes
     library = _library(path, files)
     vocabulary = library.get_vocab()
     size = max(vocabulary.values(), default=-1) + 1
@@ -229,10 +227,8 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
     is_text: whether the model is trained on text without a tokenizer, and so on bytes.
     Raises as `load_tokenizer` does, and DataError if it has more ids than the model.
     """
-    named = folder and any(os.path.exists(Path(folder) / name) for name in FILES)
-    if not named:
-        size = min(BYTES, vocab_size)
-        return byte_tokenizer(size=size) if is_text else default_tokenizer(vocab_size)
+    if folder is None or not any(os.path.exists(Path(folder) / name) for name in FILES):
+        return byte_tokenizer() if is_text else default_tokenizer(vocab_size)
     if not is_text and not has_tokenizer(Path(folder)):
         return Ids(vocab_size, what="ids")  # of a tokenizer that is not known here
     found = load_tokenizer(folder)
@@ -249,34 +245,19 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
     return found
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str, vocab_size: int) -> list[int]:
-    """Return a prompt's ids: at least one, all in the model's vocabulary; else raise UsageError."""
-    ids = tokenizer.encode_prompt(prompt)
-    if ids and max(ids) < vocab_size:
-        return ids
-    raise UsageError(
-        f"--prompt {prompt!r}: needs at least one token, all below the model's"
-        f" vocabulary of {vocab_size:,}; {tokenizer.takes}"
-    )
-
-
 def read_files(path: Path) -> dict[str, bytes]:
     """Return the content of each tokenizer file by its name; DataError if there is none."""
-    folder = os.path.isdir(path)
-    names = [name for name in FILES if os.path.exists(path / name)] if folder else [TOKENIZER]
-    if folder and not has_tokenizer(path):
-        cure = (
-            "; tokenizer.model alone cannot be read: let transformers save it as tokenizer.json"
-            if "tokenizer.model" in names
-            else ""
-        )
-        raise DataError(
-            f"{path}: no tokenizer here (looked for {TOKENIZER}, and for vocab.json"
-            f" with merges.txt){cure}"
-        )
+    files = {TOKENIZER: path}
+    if os.path.isdir(path):
+        files = {name: path / name for name in FILES if os.path.exists(path / name)}
+        if not has_tokenizer(path):
+            cure = "; tokenizer.model alone cannot be read: let transformers save it as"
+            raise DataError(
+                f"{path}: no tokenizer here (looked for {TOKENIZER}, and for vocab.json"
+                f" with merges.txt){f'{cure} {TOKENIZER}' * ('tokenizer.model' in files)}"
+            )
     found = {}
-    for name in names:
-        file = path / name if folder else path
+    for name, file in files.items():
         with problems_as(DataError, str(file)):
             found[name] = read_bytes(file, most_bytes=MOST_BYTES)
             kind = recognized(found[name][:HEAD], len(found[name]))
@@ -320,9 +301,6 @@ def _of_gpt2(tokenizers, path: Path, files: dict[str, bytes]):
     vocabulary = _json(path / "vocab.json", files["vocab.json"])
     lines = _text(files["merges.txt"]).replace("\r\n", "\n").split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    if bad := next((pair for pair in merges if len(pair) != 2), None):
-        where = path / "merges.txt"
-        raise DataError(f"{where}: a line must hold two tokens, not {' '.join(bad)[:80]!r}")
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = tokenizers.decoders.ByteLevel()
@@ -336,25 +314,21 @@ def _add_named(tokenizers, library, path: Path, files: dict[str, bytes]) -> None
 
     Raises DataError if such a file gives a token another id than the tokenizer does.
     """
-    named = {
-        number: {"content": content}
-        for content, number in _json(path / ADDED, files.get(ADDED, b"{}")).items()
-        if type(number) is int
-    }
-    settings = _json(path / SETTINGS, files.get(SETTINGS, b"{}"))
-    for number, token in (settings.get("added_tokens_decoder") or {}).items():
-        if number.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str):
-            named[int(number)] = token
-    for number, token in sorted(named.items()):
-        content = token["content"]
+    added = _json(path / ADDED, files.get(ADDED, b"{}"))
+    named = {str(number): {"content": content} for content, number in added.items()}
+    named |= _json(path / SETTINGS, files.get(SETTINGS, b"{}")).get("added_tokens_decoder") or {}
+    for number, token in sorted(named.items(), key=lambda one: (len(one[0]), one[0])):
+        content = token.get("content") if isinstance(token, dict) else None
+        if not number.isdecimal() or not isinstance(content, str):
+            continue
         if library.token_to_id(content) is None:
             options = {name: token[name] for name in TOKEN_OPTIONS if type(token.get(name)) is bool}
             special = bool(token.get("special"))
             one = tokenizers.AddedToken(content, special=special, **options)
             (library.add_special_tokens if special else library.add_tokens)([one])
-        if (found := library.token_to_id(content)) != number:
+        if (found := library.token_to_id(content)) != int(number):
             raise DataError(
-                f"{path}: its files give the token {brief(content)} the id {number:,}, but the"
+                f"{path}: its files give the token {brief(content)} the id {int(number):,}, but the"
                 f" tokenizer gives it {found}; let transformers save the tokenizer again"
             )
 
@@ -402,53 +376,30 @@ def settings_file(end: bool) -> bytes:
     return json.dumps(found | ({"eos_token": END} if end else {}), indent=1).encode()
 
 
-def _bytes_of(content: bytes) -> Tokenizer | None:
-    """Return the `byte_tokenizer` whose tokenizer.json this is, or None."""
-    if len(content) > MOST_OF_BYTES:
-        return None
-    found = (
-        byte_tokenizer(end, size)
-        for end, size in (
-            (False, BYTES),
-            (True, BYTES),
-            *((False, size) for size in range(1, BYTES)),
-        )
-    )
-    return next((one for one in found if one.files[TOKENIZER] == content), None)
-
-
-def _byte_file(end: bool, size: int) -> bytes:
+def _byte_file(end: bool) -> bytes:
     """Return a tokenizer.json of bytes, each written as the letter that GPT-2's files use for it.
 
     A byte that is a visible letter of Latin-1 stands for itself; the others take the letters from
     U+0100 on, in order.
     """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(BYTES) if byte not in visible]
+    others = (byte for byte in range(BYTES) if byte not in visible)
     letters = {byte: chr(byte) for byte in visible}
     letters |= {byte: chr(BYTES + place) for place, byte in enumerate(others)}
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    level["use_regex"] = False
     special = {"id": BYTES, "content": END} | dict.fromkeys(TOKEN_OPTIONS, False)
-    return json.dumps(
-        {
-            "version": "1.0",
-            "added_tokens": [special | {"special": True}] if end else [],
-            "normalizer": None,
-            "pre_tokenizer": level,
-            "post_processor": None,
-            "decoder": level,
-            "model": {
-                "type": "BPE",
-                "vocab": {letters[byte]: byte for byte in range(size)},
-                "merges": [],
-            },
-        }
-    ).encode()
+    vocabulary = {letters[byte]: byte for byte in range(BYTES)}
+    found = {
+        "version": "1.0",
+        "added_tokens": [special | {"special": True}] if end else [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+    return json.dumps(found).encode()
 
 
 def _end(path: Path, files: dict, vocabulary: dict, added: dict) -> int | None:

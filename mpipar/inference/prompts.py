@@ -1,14 +1,12 @@
 """Prompts, typed or from a file, and the text that a model generates from them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.data.documents import check_kind
-from mpipar.data.tokenizer import Tokenizer, prompt_ids
+from mpipar.data.tokenizer import Tokenizer
 from mpipar.errors import DataError, UsageError
 from mpipar.files.bounded import problems_as, read_text
 from mpipar.inference.generate import STOP, Text
@@ -47,19 +45,18 @@ def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
     """
     found, problems = [], []
     for where, text in texts:
-        try:
-            ids = prompt_ids(tokenizer, text, model.vocab_size)
-        except UsageError as error:
-            problems += [
-                one if where == "--prompt" else f"{where}: {one}" for one in error.problems
-            ]
-            continue
-        if len(ids) > model.seq_len:
+        ids = tokenizer.encode_prompt(text)
+        found.append(Prompt(text, ids))
+        if not ids or max(ids) >= model.vocab_size:
+            problems.append(
+                f"{where}: needs at least one token, all below the model's vocabulary of"
+                f" {model.vocab_size:,}; {tokenizer.takes}"
+            )
+        elif len(ids) > model.seq_len:
             problems.append(
                 f"{where}: has {len(ids):,} tokens, but the model reads at most"
                 f" {model.seq_len:,} (its --seq-len): shorten it"
             )
-        found.append(Prompt(text, ids))
     if problems:
         more = len(problems) - MOST_PROBLEMS
         raise UsageError(problems[:MOST_PROBLEMS] + [f"and {more:,} more"] * (more > 0))

@@ -129,10 +129,11 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
     unread = (*parsed.unread, *[f"--prompt and --prompts {args.prompts}: give one of them"] * both)
     beside, texts, found = tokenizer_folder(weights), [], {"notes": []}
     is_default = args.prompts is None and args.prompt is None
+    prompt = PROMPT if args.prompt is None else args.prompt
 
     def read_files(config):
         texts[:] = (
-            [("--prompt", PROMPT if args.prompt is None else args.prompt)]
+            [(f"--prompt {prompt!r}", prompt)]
             if args.prompts is None
             else prompts_module.read_prompts(args.prompts)
         )
