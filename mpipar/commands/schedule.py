@@ -302,7 +302,7 @@ def workers(timeline: Timeline) -> str:
         map(number, timeline.messages),
     )
     head = ("worker", "busy", "share", "idle", "idle between its passes", "peak stash", "sends")
-    return table([head, *((rank, *row) for rank, row in enumerate(zip(*columns, strict=True)))])
+    return table([head, *((worker, *row) for worker, row in enumerate(zip(*columns, strict=True)))])
 
 
 def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
