@@ -9,8 +9,8 @@ from test_explain import LLAMA, RING, configure
 
 from mpipar.comm.record import family
 from mpipar.config.memory import MemoryConfig
-from mpipar.layers.costs import KINDS, value
-from mpipar.plan import formulas
+from mpipar.study.explain import formulas
+from mpipar.study.explain.layer_costs import KINDS, value
 from mpipar.study.explain.predict import predict, unit_memory
 
 EVERY_LAYER = [

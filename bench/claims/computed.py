@@ -12,9 +12,9 @@ from mpipar.comm.grid import PIECES_PER_RANK, token_pieces
 from mpipar.comm.record import POINT_TO_POINT, Sums
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
-from mpipar.layers.costs import value
 from mpipar.ops.shape_array import MEMORY_LABELS
 from mpipar.study.explain.formulas import units_of
+from mpipar.study.explain.layer_costs import value
 from mpipar.study.explain.predict import fullest, predict
 
 LAYOUTS = [

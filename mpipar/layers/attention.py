@@ -22,14 +22,11 @@ from typing import Any
 
 from mpipar.comm.grid import consecutive_slices
 from mpipar.layers.context import Context
-from mpipar.layers.costs import Barrier, Cost, array, product_cost, term, together, total
 from mpipar.layers.linear import Linear
 from mpipar.layers.stash import Stash
 from mpipar.ops.array_ops import rope_table
 from mpipar.ops.signature import Array
-from mpipar.partition.context import attention_over
 from mpipar.partition.contracts import Attending
-from mpipar.partition.tokens import WholeTokens
 
 # Rotary positions: queries and keys are rotated by angles that grow with their position. Number i
 # of a head's first half and number i of its second half are the coordinates of a point, which is
@@ -118,38 +115,6 @@ class Attention:
             rows=rows,
         )
         self.params = [*self.qkv.params, *self.proj.params]
-
-    @staticmethod
-    def cost(name: str, held: type[WholeTokens], method: str | None, scores: bool) -> Cost:
-        """Return its Cost. held: a class of partition/tokens.py. method: of `attention_over`.
-
-        scores: whether it keeps all scores. If not, it keeps two numbers for each query and, where
-        heads were exchanged, the result for all tokens of some heads besides its own.
-        """
-        kept = [array("B*T", "QKK")]
-        if scores:
-            kept.append(array("B*T*A", "h"))
-        else:
-            kept.append(array("B*T", "hh", "s"))
-            kept.append(array("B*T", "Q" if method == "ulysses" else ""))
-        over = attention_over(method).barriers
-        flops = term("B*T*A*Q", 4)
-        inside = Cost(
-            flops=flops,
-            attention=flops,
-            stash=total(kept),
-            barriers=tuple(
-                Barrier(name, phase, kind, array("B*T", widths, number), "cp", phase == "F")
-                for phase, kind, widths, number in over
-            ),
-        )
-        shared = Barrier(f"{name}.kv", "W", "all_reduce", array("B*T", "KK"), "kv")
-        return together(
-            product_cost(f"{name}.qkv", held.cuts[0], "D", "QKK"),
-            inside,
-            Cost(barriers=(shared,)),
-            product_cost(f"{name}.proj", held.cuts[1], "Q", "D"),
-        )
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
         """Return y (B, T, D) of x (B, T, D), plus residual.

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mpipar.layers.context import Context
-from mpipar.layers.costs import Cost, array, token_barriers
 from mpipar.layers.param import Param
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
-from mpipar.partition.tokens import WholeTokens
 
 if TYPE_CHECKING:
     from mpipar.layers.contracts import Layer
@@ -31,14 +29,6 @@ class TokenEmbedding:
         self.tokens = token_table  # (V, D) cut on V; perhaps shared with the head
         self.params = [self.tokens]
         self.start = token_table.shard * token_table.local_shape[0]
-
-    @staticmethod
-    def cost(held: type[WholeTokens]) -> Cost:
-        """Return its Cost. held: a class of partition/tokens.py."""
-        return Cost(
-            kept=array(held.rows, "D"),
-            barriers=token_barriers("embedding", held, scatter="F", gather="W"),
-        )
 
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return y (B, T, D) of the tokens held, for the microbatch's tokens; x is ignored.

@@ -10,7 +10,6 @@ barriers are those of that pair of cuts. Letters: B batch, T tokens, D model wid
 from __future__ import annotations
 
 from mpipar.layers.context import Context
-from mpipar.layers.costs import NOTHING, Cost, array, product_cost, sides, together
 from mpipar.layers.linear import Linear
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
@@ -23,7 +22,6 @@ class FeedForward:
     """
 
     tensors: tuple[str, ...] = ("up",)  # the weights of the first product
-    keeps_input_of_down = True  # from forward to backward
 
     def __init__(
         self,
@@ -54,23 +52,6 @@ class FeedForward:
             rows=rows,
         )
         self.params = [*self.up.params, *self.down.params]
-
-    @classmethod
-    def cost(
-        cls,
-        name: str,
-        cuts: tuple[str, str],
-        rows: str = "B*T",
-        width: str = "F",
-    ) -> Cost:
-        """Return its Cost. rows: see `product_cost`. width: the letter of its own width."""
-        wide = "".join(width for _ in cls.tensors)  # the letters of what the first product computes
-        up = product_cost(f"{name}.up", cuts[0], "D", wide, rows)
-        h = array(rows, sides(cuts[0], "D", wide)["y"][1])
-        down = product_cost(f"{name}.down", cuts[1], width, "D", rows, again=False)
-        if not cls.keeps_input_of_down:
-            down = down._replace(stash=NOTHING, remade=down.stash)
-        return together(up, Cost(stash=h), down)
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
         """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
@@ -105,7 +86,6 @@ class GatedFeedForward(FeedForward):
     """
 
     tensors = ("gate", "up")
-    keeps_input_of_down = False
 
     def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
         """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""

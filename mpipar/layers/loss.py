@@ -10,11 +10,9 @@ Letters: B batch, T tokens, N = B*T, D model width, V vocabulary.
 from __future__ import annotations
 
 from mpipar.layers.context import Context
-from mpipar.layers.costs import Barrier, Cost, array, product_cost, term, token_barriers, total
 from mpipar.layers.param import Param
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
-from mpipar.partition.tokens import WholeTokens
 
 
 class Head:
@@ -28,12 +26,6 @@ class Head:
         self.ops, self.held, self.name = context.ops, context.held, "head"
         self.table = table
         self.params = [table]
-
-    @staticmethod
-    def cost(held: type[WholeTokens], rows: str = "B*T") -> Cost:
-        """Return its Cost. held: a class of partition/tokens.py. rows: letters of N."""
-        barriers = token_barriers("head", held, scatter="I", gather="F", rows=rows)
-        return product_cost("head", "column", "D", "V", rows)._replace(barriers=barriers)
 
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return logits (N, V/tp) of x (B, T, D), the tokens that this rank holds.
@@ -71,14 +63,6 @@ class CrossEntropy:
         self.vocab_size = table.shape[0]
         self.start = table.shard * table.local_shape[0]
         self.factor = context.factor
-
-    @staticmethod
-    def cost(rows: str = "B*T") -> Cost:
-        """Return its Cost; the logits and two numbers of each row stay for the input gradient."""
-        return Cost(
-            stash=total((array(rows, "v"), term(f"{rows}*s", 2))),
-            barriers=(Barrier("loss", "F", "all_gather", term(f"{rows}*s", 3)),),
-        )
 
     def forward(self, logits: Array, stash: Stash) -> Array:
         """Return the sum of the token losses, a float; without targets, the logits unchanged.

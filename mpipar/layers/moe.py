@@ -20,12 +20,10 @@ from __future__ import annotations
 from typing import Any
 
 from mpipar.layers.context import Context
-from mpipar.layers.costs import Barrier, Cost, array, term, token_barriers, total
 from mpipar.layers.param import Param
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
-from mpipar.partition.contracts import Choice, Dispatch
-from mpipar.partition.tokens import WholeTokens
+from mpipar.partition.contracts import Choice
 
 BIAS_RATE = 0.001  # a step's change of an expert's bias, as in arXiv 2408.15664
 
@@ -223,43 +221,6 @@ class MixtureOfExperts:
         self.ops.grouped_matmul_tn_add(dh, x, self._up("grad"), counts)
         self.ops.grouped_matmul_tn_add(dy, a, self.down.grad, counts)
         self.router.backward_weight(stash)
-
-    @staticmethod
-    def cost(
-        name: str, held: type[WholeTokens], activation: str, dispatch: Dispatch, balance: str
-    ) -> Cost:
-        """Return its Cost if experts are equally popular, with the letters of models/decoder.py."""
-        wide, rows = "gg" if activation == "swiglu" else "g", "B*T*k"
-        barriers = [
-            *(
-                one._replace(again=one.phase == "F")
-                for one in token_barriers(f"{name}.up", held, scatter="I", gather="F")
-            ),
-            *(
-                Barrier(
-                    f"{name}.{ending}",
-                    phase,
-                    kind,
-                    term(carries),
-                    "expert",
-                    phase == "F" and ending != "combine",
-                )  # see `recompute`
-                for phase, ending, kind, carries in dispatch.barriers
-            ),
-            *token_barriers(f"{name}.down", held, scatter="F", gather="I"),
-        ]
-        if balance == "loss":
-            barriers.append(Barrier(f"{name}.router.loads", "I", "all_reduce", term("B*E*s"), "cp"))
-        h, x, matrices = array(rows, wide), array(rows, "D"), f"{wide}g"
-        return Cost(
-            (("B*T", "D", "E"), (rows, "D", wide), (rows, "g", "D")),
-            total((term("E*D"), *(term(f"x*D*{one}") for one in matrices))),
-            total((term("B*T*D*E", 2), *(term(f"{rows}*D*{one}", 2) for one in matrices))),
-            stash=total((array("B*T", "D"), term("B*T*E*s"), term(f"{rows}*s"), x, h)),
-            kept=total((array("B*T", "D"), term("B*T*E*s"), x, x, h, array(rows, "g"))),
-            remade=array(rows, "g"),
-            barriers=tuple(barriers),
-        )
 
 
 class Beside:

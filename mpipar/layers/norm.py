@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from mpipar.layers.context import Context
-from mpipar.layers.costs import Cost, array, term, total
 from mpipar.layers.param import Param
 from mpipar.layers.recompute import run_again
 from mpipar.layers.stash import Stash
@@ -21,12 +20,10 @@ class Norm:
 
     Where the ranks of a group hold different tokens, the parameters' gradients are summed over it.
     A subclass defines `fills`, the initial values of its parameters, and its array functions. Its
-    forward function returns y and the statistics that both backward functions take; `statistics` is
-    how many numbers these are per token.
+    forward function returns y and the statistics of each token, which both backward functions take.
     """
 
     fills: tuple[tuple[str, float], ...]
-    statistics: int
     _functions: Callable[[Any], tuple[Callable[..., Any], ...]]
 
     def __init__(self, context: Context, name: str, d_model: int, eps: float = 1e-5) -> None:
@@ -43,12 +40,6 @@ class Norm:
             for kind, fill in self.fills
         ]
         self._forward, self._backward_input, self._backward_weight = self._functions(self.ops)
-
-    @classmethod
-    def cost(cls, rows: str) -> Cost:
-        """Return its Cost. rows: letters of the tokens that it normalizes."""
-        x, statistics = array(rows, "D"), term(f"{rows}*s", cls.statistics)
-        return Cost(stash=total((x, statistics)), kept=total((x, x, statistics)))
 
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return y (B, T, D) of x (B, T, D)."""
@@ -72,7 +63,6 @@ class LayerNorm(Norm):
     """y = (x - mean) / sqrt(var + eps) * w + b."""
 
     fills = ("w", 1.0), ("b", 0.0)
-    statistics = 2
 
     def _functions(self, ops: Any) -> tuple[Callable[..., Any], ...]:
         return (ops.layernorm_forward, ops.layernorm_backward_input, ops.layernorm_backward_weight)
@@ -82,7 +72,6 @@ class RMSNorm(Norm):
     """y = x / sqrt(mean(x^2) + eps) * w. Source: Zhang and Sennrich 2019, arXiv 1910.07467."""
 
     fills = (("w", 1.0),)
-    statistics = 1
 
     def _functions(self, ops: Any) -> tuple[Callable[..., Any], ...]:
         return ops.rmsnorm_forward, ops.rmsnorm_backward_input, ops.rmsnorm_backward_weight

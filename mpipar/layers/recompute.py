@@ -15,7 +15,6 @@ from mpipar.layers.stash import Stash
 if TYPE_CHECKING:
     from mpipar.comm.record import Recorder
     from mpipar.layers.contracts import Layer
-    from mpipar.layers.costs import Cost, Sum
     from mpipar.ops.signature import Array
 
 
@@ -28,11 +27,6 @@ class Recomputed:
     def __init__(self, layers: Sequence[Layer], recorder: Recorder):
         self.layers, self.recorder = layers, recorder
         self.params = [param for layer in layers for param in layer.params]
-
-    @staticmethod
-    def cost(block: Cost, x: Sum) -> Cost:
-        """Return the Cost of layers of this Cost that keep only their input. x: its bytes."""
-        return block._replace(stash=x)
 
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return y of x. Comm: forward of the layers."""

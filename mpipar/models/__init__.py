@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from mpipar.config.model import ModelConfig
 from mpipar.config.sections import Config
-from mpipar.layers.costs import value
-from mpipar.models.decoder import letters, unit_costs
-from mpipar.models.split import Split, UnitFlops, balanced_layers
+from mpipar.models.flops import unit_flops
+from mpipar.models.split import Split, balanced_layers
 
 
 class Placed(Protocol):
@@ -17,17 +15,6 @@ class Placed(Protocol):
 
     @property
     def stages_by_rank(self) -> Sequence[Sequence[int]]: ...
-
-
-def unit_flops(config: ModelConfig) -> UnitFlops:
-    """Return the FLOPs of a ModelConfig's units in a forward pass, per token."""
-    config = config.completed()
-    units, sizes = unit_costs(config), letters(config, 1, 1, 1) | {"T": 1}
-    return UnitFlops(
-        value(units.entry.flops, sizes),
-        tuple(value(block.flops, sizes) for block in units.blocks),
-        value(units.head.flops, sizes),
-    )
 
 
 def layer_split(config: Config, schedule: Placed) -> Split:

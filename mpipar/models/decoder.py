@@ -14,31 +14,22 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from mpipar.comm.grid import chunk_size
 from mpipar.config.model import ModelConfig
 from mpipar.files.text import counted
 from mpipar.layers.attention import Attention, Rotation
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
-from mpipar.layers.costs import Cost, array, together
-from mpipar.layers.embedding import EMBEDDINGS, TokenEmbedding
+from mpipar.layers.embedding import EMBEDDINGS
 from mpipar.layers.ffn import FFNS, FeedForward
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.moe import Beside, MixtureOfExperts
 from mpipar.layers.norm import NORMS, Norm, Residual
 from mpipar.layers.param import Param
-from mpipar.models.stage import BlockKind, LayerRun, UnitCosts, block_costs, stage_parts
-from mpipar.partition.experts import DISPATCHES
+from mpipar.models.stage import LayerRun, stage_parts
 from mpipar.partition.tokens import WholeTokens, holder
 
 STD = 0.02  # GPT-2's standard deviation of initial weights
 ENTRY = "embedding"  # what the first stage holds before its blocks
-LETTERS = """\
-B rows of a microbatch, T tokens of each on a rank, A tokens of a whole row, D model width, F ffn
-width, V vocabulary, f and v a rank's pieces of F and V, t its tokens between products where they
-are cut, Q and K widths of a rank's queries and keys, h its heads of queries, E experts, x those of
-a rank, k experts that a token passes, g a rank's piece of the width in an expert, W and w those of
-the shared expert, e bytes of a number, s bytes of one in a sum, i bytes of an id"""
 CUT = "heads, ffn, vocabulary"  # what tp divides
 TOKENS = "embedding.tokens"  # the table that a tied head shares
 
@@ -107,42 +98,7 @@ def block_around(
     return [Residual(norm1, attn), Residual(norm2, branch)]
 
 
-def dense_cost(config: ModelConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
-    """Return the Cost of a dense block. method, scores: see `Attention.cost`."""
-    return cost_around(config, method, scores, ffn_cost(config, "block*.ffn"))
-
-
-def expert_cost(config: ModelConfig, method: str | None, scores: bool, dispatch: str) -> Cost:
-    """Return the Cost of a block with experts. method, scores: see `Attention.cost`."""
-    held = holder(config.sequence_parallel, config.tp_matmul)
-    parts = [
-        MixtureOfExperts.cost(
-            "block*.moe", held, config.activation, DISPATCHES[dispatch], config.router_balance
-        )
-    ]
-    if config.shared_expert_ffn:
-        parts.insert(0, ffn_cost(config, "block*.shared", "W"))
-    return cost_around(config, method, scores, *parts)
-
-
-def ffn_cost(config: ModelConfig, name: str, width: str = "F") -> Cost:
-    """Return the Cost of a feed-forward network whose width is this letter."""
-    held = holder(config.sequence_parallel, config.tp_matmul)
-    cuts = held.cuts if config.ffn_cut == "pair" else (config.ffn_cut,) * 2
-    return FFNS[config.activation].cost(name, cuts, width=width)
-
-
-def cost_around(config: ModelConfig, method: str | None, scores: bool, *branch: Cost) -> Cost:
-    """Return the Cost of a block: attention, then the branch."""
-    held = holder(config.sequence_parallel, config.tp_matmul)
-    norm = NORMS[config.norm].cost(held.rows)
-    return together(norm, Attention.cost("block*.attn", held, method, scores), norm, *branch)
-
-
-BLOCKS = {
-    "dense": BlockKind(dense_block, dense_cost),  # by config.block_kind(index)
-    "experts": BlockKind(expert_block, expert_cost),
-}
+BLOCKS = {"dense": dense_block, "experts": expert_block}  # by config.block_kind(index)
 
 
 def norm_layer(context: Context, name: str, config: ModelConfig) -> Norm:
@@ -169,57 +125,6 @@ def shared_table(
             multiple=context.ops.table_multiple,
         )
     return tables[name]
-
-
-def unit_costs(
-    config: ModelConfig,
-    method: str | None = None,
-    scores: bool = False,
-    dispatch: str = "all-to-all",
-) -> UnitCosts:
-    """Return what the units cost.
-
-    method, scores: see `Attention.cost`. dispatch: --expert-dispatch.
-    """
-    held = holder(config.sequence_parallel, config.tp_matmul)
-    head = together(NORMS[config.norm].cost(held.rows), Head.cost(held), CrossEntropy.cost())
-    blocks = block_costs(BLOCKS, config, method, scores, dispatch)
-    return UnitCosts(TokenEmbedding.cost(held), blocks, head, array(held.rows, "D"))
-
-
-def letters(
-    config: ModelConfig, rows: int, tp: int, cp: int, table_multiple: int = 1
-) -> dict[str, float]:
-    """Return the sizes of LETTERS for a microbatch of `rows` rows on a rank, except e and s.
-
-    table_multiple: see `Ops`; by default there are no padding rows, as in the FLOPs of the model
-    itself.
-    """
-    assert config.ffn, "completed"
-    assert config.head_dim, "completed"
-    tokens, heads = config.seq_len // cp, config.heads // tp
-    return {
-        "B": rows,
-        "T": tokens,
-        "t": chunk_size(tokens, tp),
-        "A": config.seq_len,
-        "D": config.d_model,
-        "F": config.ffn,
-        "V": config.vocab_size,
-        "d": chunk_size(config.d_model, tp),
-        "f": chunk_size(config.ffn, tp),
-        "v": chunk_size(config.vocab_size, tp, table_multiple),
-        "Q": heads * config.head_dim,
-        "K": chunk_size(config.whole_kv_heads, tp) * config.head_dim,
-        "h": heads,
-        "E": config.experts or 0,
-        "x": config.experts or 0,
-        "k": config.experts_per_token,
-        "g": chunk_size(config.expert_ffn or 0, tp),
-        "W": config.shared_expert_ffn or 0,
-        "w": chunk_size(config.shared_expert_ffn or 0, tp),
-        "i": 8,
-    }
 
 
 def describe_model(config: ModelConfig) -> str:
@@ -263,7 +168,7 @@ class Stage(LayerRun):
         elsewhere = set(tables)
         rotation = Rotation(context.ops, config) if config.positions == "rope" else None
         units = context.blocks(
-            lambda context, index: BLOCKS[config.block_kind(index)].layers(
+            lambda context, index: BLOCKS[config.block_kind(index)](
                 context, config, index, rotation
             ),
             blocks,

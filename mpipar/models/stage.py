@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
 
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
-from mpipar.layers.costs import Cost, Sum
 from mpipar.layers.flat import flats_of
 from mpipar.layers.loss import CrossEntropy
 from mpipar.layers.param import Param
@@ -118,43 +117,3 @@ def stage_parts(stage: int, stage_layers: tuple[int, ...]) -> tuple[range, bool,
     first = sum(stage_layers[:stage])
     blocks = range(first, first + stage_layers[stage])
     return blocks, stage == 0, stage == len(stage_layers) - 1
-
-
-class UnitCosts(NamedTuple):
-    """What the units of a model cost: layers before the blocks, each block, final norm and head.
-
-    stream: bytes of the activations between two units, which are also a message between stages.
-    """
-
-    entry: Cost
-    blocks: tuple[Cost, ...]
-    head: Cost
-    stream: Sum
-
-    @property
-    def kinds(self) -> list[Cost]:
-        """The distinct Costs of blocks, in the order of the blocks."""
-        return list({id(one): one for one in self.blocks}.values())
-
-    @property
-    def block(self) -> Cost:
-        """The Cost of every block, for a model with a single kind of block."""
-        (one,) = self.kinds
-        return one
-
-
-class BlockKind(NamedTuple):
-    """A kind of block: a row of a model's BLOCKS.
-
-    layers(context, config, index, ...) makes the layers of the block of this index, first to last.
-    cost(config, ...) is what they cost. Further arguments depend on the model.
-    """
-
-    layers: Callable[..., list[Layer]]
-    cost: Callable[..., Cost]
-
-
-def block_costs(kinds: Mapping[str, BlockKind], config: Any, *more: Any) -> tuple[Cost, ...]:
-    """Return what each block of a ModelConfig costs. kinds: its BLOCKS; more: `cost` arguments."""
-    costs = {name: kind.cost(config, *more) for name, kind in kinds.items()}
-    return tuple(costs[config.block_kind(index)] for index in range(config.layers))

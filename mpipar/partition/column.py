@@ -13,7 +13,6 @@ from mpipar.partition.contracts import Here
 shard_axis = 1
 bias_is_cut = True
 tokens_are_cut = False
-barriers = (("I", "all_reduce", "x"),)
 
 
 def forward(here: Here, x: Array, w: Array) -> Array:

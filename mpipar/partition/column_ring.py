@@ -14,7 +14,6 @@ from mpipar.partition.contracts import Here
 shard_axis = 1
 bias_is_cut = True
 tokens_are_cut = True
-barriers = (("F", "ring", "x"), ("I", "ring", "x"), ("W", "ring", "x"))
 
 
 def forward(here: Here, x: Array, w: Array) -> Array:

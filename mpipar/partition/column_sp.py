@@ -14,7 +14,6 @@ from mpipar.partition.contracts import Here
 shard_axis = 1
 bias_is_cut = True
 tokens_are_cut = True
-barriers = (("F", "all_gather", "x"), ("I", "reduce_scatter", "x"), ("W", "all_gather", "x"))
 
 
 def forward(here: Here, x: Array, w: Array) -> Array:

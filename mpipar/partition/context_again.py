@@ -12,8 +12,6 @@ from mpipar.partition.chunks import rounded
 from mpipar.partition.context_whole import whole_positions
 from mpipar.partition.contracts import Attending, Out, Saved
 
-barriers: tuple[tuple[str, str, str, str], ...] = ()
-
 
 def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
     """Return y (B, T, H, d), and what the backward pass needs."""

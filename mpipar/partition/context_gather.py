@@ -12,12 +12,6 @@ from mpipar.ops.signature import Array
 from mpipar.partition.chunks import packed, rounded
 from mpipar.partition.contracts import Attending, Out, Saved
 
-barriers = (
-    ("F", "all_gather", "KK", "e"),
-    ("I", "all_gather", "KK", "e"),
-    ("I", "reduce_scatter", "KK", "s"),
-)
-
 
 def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
     """Return y (B, n, H, d). Comm: one all_gather of k and v together."""

@@ -21,7 +21,6 @@ from mpipar.partition.chunks import packed, rounded
 from mpipar.partition.contracts import Attending, Out, Saved
 
 GRADIENTS = ring.TAG + 1  # the tag of dk and dv, which travel beside k and v
-barriers = (("F", "ring", "KK", "e"), ("I", "ring", "KK", "e"), ("I", "ring_home", "KK", "s"))
 
 
 def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:

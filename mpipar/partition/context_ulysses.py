@@ -16,13 +16,6 @@ from mpipar.partition.contracts import Attending, ContextCut, Out, Saved
 class Ulysses:
     """The two functions, wrapped around those of `whole`, for a rank that holds all tokens."""
 
-    barriers = (
-        ("F", "all_to_all", "QKK", "e"),
-        ("F", "all_to_all", "Q", "e"),
-        ("I", "all_to_all", "Q", "e"),
-        ("I", "all_to_all", "QKK", "e"),
-    )
-
     def __init__(self, whole: ContextCut) -> None:
         self.whole = whole
 

@@ -9,8 +9,6 @@ from mpipar.data.rows import Batch
 from mpipar.ops.signature import Array
 from mpipar.partition.contracts import Attending, Out, Saved
 
-barriers: tuple[tuple[str, str, str, str], ...] = ()
-
 
 def forward(here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, Saved]:
     """Return y (B, T, H, d), and what the backward pass needs."""

@@ -79,22 +79,17 @@ class Cut(Protocol[Group]):
 
 
 class LayerCut(Cut[Comm], Protocol):
-    """A cut that a layer can choose. It declares four facts.
+    """A cut that a layer can choose. It declares three facts.
 
     shard_axis: the axis of w that is cut.
     bias_is_cut: whether a rank holds only its own columns of y, and so of the bias.
     tokens_are_cut: whether a rank holds only its own tokens of x or y. Such a cut reads
     sizes.tokens.
-    barriers: (phase, kind, side) of each barrier. phase: F, I or W. kind: a row of
-    `layers.costs.KINDS`. side: whether it carries activations of x's shape or of y's.
     """
 
     shard_axis: int
     bias_is_cut: bool
     tokens_are_cut: bool
-
-    @property
-    def barriers(self) -> tuple[tuple[str, str, str], ...]: ...
 
 
 class Choice(NamedTuple):
@@ -114,12 +109,8 @@ class Plan(Protocol):
 class Dispatch(Protocol):
     """How N tokens of each rank reach their experts on the ranks of a group; see experts.py.
 
-    R: the number of rows that this rank gets. barriers: (phase, end of the name, kind, bytes in
-    letters) of each barrier, see `layers/costs.py`.
+    R: the number of rows that this rank gets.
     """
-
-    @property
-    def barriers(self) -> tuple[tuple[str, str, str, str], ...]: ...
 
     def plan(self, ops: Ops, choice: Choice, experts: int, comm: Comm, name: str, /) -> Any:
         """Return the Plan of a choice among this many experts."""
@@ -153,14 +144,7 @@ class Attending(NamedTuple):
 
 
 class ContextCut(Protocol):
-    """Causal attention of the tokens that a rank holds, over the ranks of cp; see context.py.
-
-    barriers: (phase, kind, widths, number) of each barrier, see `layers/costs.py`: it carries
-    B*T*widths numbers of e or s bytes each.
-    """
-
-    @property
-    def barriers(self) -> tuple[tuple[str, str, str, str], ...]: ...
+    """Causal attention of the tokens that a rank holds, over the ranks of cp; see context.py."""
 
     def forward(self, here: Attending, q: Array, k: Array, v: Array, /) -> tuple[Array, Saved]:
         """Return y (B, n, H, d), and what the backward pass needs."""

@@ -38,17 +38,6 @@ class Plan(NamedTuple):
     by_rank: Array | None
 
 
-barriers = (
-    ("F", "counts", "all_to_all", "E*s"),
-    ("F", "dispatch", "all_to_allv", "B*T*k*D*e"),
-    ("F", "combine", "all_to_allv", "B*T*k*D*e"),
-    ("I", "dispatch", "all_to_allv", "B*T*k*D*e"),
-    ("I", "probs", "all_to_allv", "B*T*k*s"),
-    ("I", "probs", "all_to_allv", "B*T*k*s"),
-    ("I", "combine", "all_to_allv", "B*T*k*D*e"),
-)
-
-
 def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     """Return the Plan of a choice. Comm: one all_to_all of the counts of all experts."""
     order, tokens, places = ops.expert_order(choice.ids)

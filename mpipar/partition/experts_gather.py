@@ -37,18 +37,6 @@ class Plan(NamedTuple):
     tokens: Array
 
 
-barriers = (
-    ("F", "counts", "all_reduce", "i"),
-    ("F", "counts", "all_gather", "B*T*k*i"),
-    ("F", "counts", "all_gather", "B*T*k*s"),
-    ("F", "dispatch", "all_gather", "B*T*D*e"),
-    ("F", "combine", "reduce_scatter", "B*T*D*e"),
-    ("I", "dispatch", "all_gather", "B*T*D*e"),
-    ("I", "probs", "reduce_scatter", "B*T*k*s"),
-    ("I", "combine", "reduce_scatter", "B*T*D*e"),
-)
-
-
 def plan(ops: Ops, choice: Choice, experts: int, comm: Comm, name: str) -> Plan:
     """Return the Plan of a choice.
 

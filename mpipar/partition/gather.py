@@ -15,7 +15,6 @@ from mpipar.partition.contracts import Here
 shard_axis = 1
 bias_is_cut = False
 tokens_are_cut = False
-barriers = (("F", "all_gather", "y"), ("I", "all_reduce", "x"))
 
 
 def forward(here: Here, x: Array, w: Array) -> Array:

@@ -15,7 +15,6 @@ from mpipar.partition.contracts import Here
 shard_axis = 0
 bias_is_cut = False
 tokens_are_cut = False
-barriers = (("F", "all_reduce", "y"), ("I", "all_gather", "x"))
 
 
 def forward(here: Here, x: Array, w: Array) -> Array:

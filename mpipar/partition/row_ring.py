@@ -13,7 +13,6 @@ from mpipar.partition.contracts import Here
 shard_axis = 0
 bias_is_cut = False
 tokens_are_cut = True
-barriers = (("F", "ring", "y"), ("I", "ring", "y"))
 
 
 def forward(here: Here, x: Array, w: Array) -> Array:

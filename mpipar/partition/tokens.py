@@ -42,13 +42,11 @@ class WholeTokens:
 
     cuts: the cuts of the two products of a pair.
     partial_groups: the groups over which gradients are partial for parameters that work on held
-    tokens. rows, gathers, scatters: what `layers/costs.py` calls the number of tokens held, and the
-    kinds of barriers that `gather` and `scatter` cross; "" means none.
+    tokens.
     """
 
     cuts: tuple[str, str] = ("column", "row")
     partial_groups: tuple[str, ...] = ()
-    rows, gathers, scatters = "B*T", "", "all_reduce"
 
     def __init__(self, ops: Ops, comm: Comm) -> None:
         self.ops, self.comm = ops, comm
@@ -78,7 +76,6 @@ class CutTokens(WholeTokens):
 
     cuts = ("column_sp", "row_sp")
     partial_groups = ("tp",)
-    rows, gathers, scatters = "B*t", "all_gather", "reduce_scatter"
 
     def length(self, tokens: int) -> int:
         return chunk_size(tokens, self.comm.size)

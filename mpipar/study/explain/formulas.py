@@ -1,7 +1,7 @@
 """The closed forms of a step's barriers: what they carry, and how many there are.
 
-The layers declare their costs for one microbatch (layers/costs.py), which are added up here for the
-stages of a rank. The factors are those of ring algorithms, per rank.
+layer_costs.py has the cost of each layer for one microbatch; here they are added up for a rank's
+stages. The factors are those of ring algorithms, per rank.
 """
 
 from __future__ import annotations
@@ -16,13 +16,23 @@ from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import family
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.layers.context import recomputed_blocks
-from mpipar.layers.costs import KINDS, Barrier, Letters, Sum, total, value
-from mpipar.models.decoder import LETTERS, unit_costs
-from mpipar.models.decoder import letters as letters_of
-from mpipar.models.stage import UnitCosts, stage_parts
+from mpipar.models.stage import stage_parts
 from mpipar.ops import shapes_for
 from mpipar.partition.context import keeps_scores
-from mpipar.partition.experts import DISPATCHES
+from mpipar.study.explain.layer_costs import (
+    DISPATCH,
+    KINDS,
+    LETTERS,
+    Barrier,
+    Case,
+    Letters,
+    Sum,
+    UnitCosts,
+    total,
+    unit_costs,
+    value,
+)
+from mpipar.study.explain.layer_costs import letters as letters_of
 
 FACTORS = {
     "all_reduce": "2(q-1)/q",
@@ -58,7 +68,7 @@ def units_of(config) -> tuple[UnitCosts, Letters]:
     sizes = letters_of(
         config.model, rows_per_microbatch(config), grid.tp, grid.cp, ops.table_multiple
     )
-    costs = unit_costs(config.model, method, scores, grid.expert_dispatch)
+    costs = unit_costs(Case(config.model, method, scores, grid.expert_dispatch))
     return costs, sizes | {"e": e, "s": s}
 
 
@@ -345,7 +355,7 @@ def expert_rows(config) -> str:
     model, grid = config.model, config.grid
     formula, times = SENDS[grid.expert_dispatch]
     each = chunk_size(model.experts, grid.ep)
-    barriers = DISPATCHES[grid.expert_dispatch].barriers
+    barriers = DISPATCH[grid.expert_dispatch]
     rows = [phase for phase, ending, *_ in barriers if ending in ("dispatch", "combine")]
     calls = sum(len(KINDS[kind].operations) for _, _, kind, _ in barriers)
     return (

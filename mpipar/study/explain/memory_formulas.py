@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipar.layers.costs import value
-from mpipar.layers.recompute import Recomputed
 from mpipar.study.explain.formulas import bytes_of_numbers, text, units_of
+from mpipar.study.explain.layer_costs import value
 from mpipar.train.optim import OPTIMIZERS
 
 
@@ -68,7 +67,7 @@ def block(config) -> dict[str, Form]:
     units, sizes = units_of(config)
     block = units.blocks[0]
     if config.memory.recompute == "block":
-        block = Recomputed.cost(block, units.stream)
+        block = block._replace(stash=units.stream)  # it keeps only its input
     return {
         f"one block, from {when}": Form(text(kept), value(kept, sizes))
         for when, kept in (("F to I", block.stash), ("I to W", block.kept))
