@@ -1,7 +1,10 @@
 """A whole small model in this process: from a folder of weights, or with random ones."""
 
+import json
+
 import numpy as np
 from config_helpers import changed, reading_of
+from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.grid import Grid
@@ -50,3 +53,18 @@ def fresh(**values):
     worker = Worker(config, Grid(0), make("cpu", config.run.dtype), Recorder())
     worker.initialize()
     return worker
+
+
+def split_weights(folder, count=3):
+    """Make several files of a folder's weights, with an index, as transformers writes them."""
+    whole = folder / "model.safetensors"
+    tensors, index = load_file(whole), {}
+    for number in range(count):
+        name = f"model-{number + 1:05}-of-{count:05}.safetensors"
+        part = {key: tensors[key] for key in sorted(tensors)[number::count]}
+        save_file(part, folder / name)
+        index |= dict.fromkeys(part, name)
+    whole.unlink()
+    (folder / "digests.json").unlink(missing_ok=True)
+    (folder / f"{whole.name}.index.json").write_text(json.dumps({"weight_map": index}))
+    return folder

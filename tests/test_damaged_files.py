@@ -7,13 +7,12 @@ would be exit code 70, and one that takes long a hang.
 import contextlib
 import io
 import json
-from unittest import mock
 
 import numpy as np
 import pytest
 from damage import damaged
 from in_process import StandIn, at_once
-from one_rank import fresh, loaded
+from one_rank import fresh, loaded, split_weights
 from state_cases import config_for, saved
 from state_cases import loaded as state
 from trace_cases import write_trace
@@ -74,12 +73,13 @@ def of_csv(folder):
     return path, [("schedule", "--from-csv", path)]
 
 
-def of_weights(name, most_bytes=checkpoint.MOST_BYTES, **values):
+def of_weights(name, count=1, **values):
     """Without the command: what `generate` and --init-from do with a folder of weights."""
 
     def make(folder):
-        with mock.patch.object(checkpoint, "MOST_BYTES", most_bytes):
-            checkpoint.save(fresh(**values), folder)
+        checkpoint.save(fresh(**values), folder)
+        if count > 1:
+            split_weights(folder, count)
         return folder / name, [
             lambda: loaded(folder, "float32"),
             lambda: start_notes(folder),
@@ -159,7 +159,7 @@ KINDS = {
     "CSV": of_csv,
     "config.json": of_weights("config.json"),
     "config.json of Llama": of_weights("config.json", **LLAMA),
-    "index.json": of_weights("model.safetensors.index.json", most_bytes=3000),
+    "index.json": of_weights("model.safetensors.index.json", count=3),
     "generation_config.json": of_weights("generation_config.json"),
     "model.safetensors": of_weights("model.safetensors"),
     ".bin": of_tokens,

@@ -25,15 +25,15 @@ JSON = {
     "depth that Python reads": ("[" * 40 + "]" * 40, "more than 32 deep"),
     "objects in objects": ('{"a":' * MANY, "more than 32 deep"),
     "5,000 digits": (f'{{"a": {"9" * 5000}}}', "is not JSON: .*digits"),
-    "30 digits": (f'{{"a": [-{"9" * 30}]}}', "64 bits cannot hold, at 'a'"),
+    "30 digits": (f'{{"a": [-{"9" * 30}]}}', "64 bits cannot hold"),
     "NaN": ('{"a": [NaN]}', "not a finite number"),
     "more than float64": ("1e999", "not a finite number"),
     "a zero byte": ('["\\u0000"]', "zero byte"),
     "a zero byte in a name": ('{"a\\u0000": 1}', "zero byte"),
     "half a character": ('["\\ud800"]', "half a character"),
-    "a key twice": ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' 2 times"),
+    "a key twice": ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' twice"),
     "a key twice among many": (json.dumps({f"k{i}": 1 for i in range(90_000)})[:-1] + ',"k9":1}',
-                               "the key 'k9' 2 times"),
+                               "the key 'k9' twice"),
 }  # fmt: skip
 TOML = {
     "no value": ("x" * MANY, "is not TOML"),
@@ -41,7 +41,6 @@ TOML = {
     "tables in tables": ("a = " + "{b = " * 40 + "1" + "}" * 40, "more than 32 deep"),
     "5,000 digits": ("layers = " + "9" * 5000, "is not TOML: .*digits"),
     "hexadecimal digits": ("layers = 0x" + "f" * 5000, "64 bits"),
-    "a dotted name": (".".join("a" * MANY) + " = 1", "more than 1,000 dots"),
     "a zero byte": ('out = "run\\u0000"', "zero byte"),
     "a key twice": ("a = 1\na = 2", "Cannot overwrite a value"),
     "texts without end": ('a = "' + '\\"' * MANY + "\\", "is not TOML"),
@@ -68,9 +67,9 @@ def test_a_file_that_is_no_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     for path, part in [
-        (tmp_path / "pipe", "is a named pipe; give a regular file"),
-        (tmp_path / "folder", "is a folder"),
-        ("/dev/zero", "is a device"),
+        (tmp_path / "pipe", "a pipe or a device; give a regular file"),
+        (tmp_path / "folder", "is a folder, a pipe"),
+        ("/dev/zero", "or a device"),
         (tmp_path / "none", "No such file"),
         ("a\0b", "zero byte"),
     ]:

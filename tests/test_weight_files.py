@@ -7,13 +7,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from in_process import alone, assert_refused, printed
-from one_rank import fresh, loaded, worker_for
+from one_rank import fresh, loaded, split_weights, worker_for
 from program import LETTERS
 from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.manifest import committed_steps
-from mpipar.checkpoint.weight_files import DIGESTS, INDEX, WEIGHTS, WeightFiles, split
+from mpipar.checkpoint.weight_files import DIGESTS, INDEX, WEIGHTS
 from mpipar.errors import DataError
 from mpipar.run.compared import digest_of_weights
 from mpipar.run.source import find_source
@@ -22,61 +22,26 @@ F32 = np.dtype(np.float32)
 
 
 @pytest.fixture
-def sharded(tmp_path, monkeypatch):
+def sharded(tmp_path):
     """A folder of weights in several files, and what the same weights are in one file."""
-    for name, size in (("one", 1 << 30), ("many", 2000)):
-        monkeypatch.setattr(checkpoint, "MOST_BYTES", size)
+    for name in ("one", "many"):
         checkpoint.save(fresh(dtype="float32"), tmp_path / name)
-    return tmp_path / "many", load_file(tmp_path / "one" / WEIGHTS)
+    return split_weights(tmp_path / "many"), load_file(tmp_path / "one" / WEIGHTS)
 
 
 def index_of(folder):
     return json.loads((folder / INDEX).read_text())
 
 
-def test_what_is_larger_than_a_file_may_be_goes_to_several(sharded):
-    folder, tensors = sharded
-    index = index_of(folder)
-    names = sorted({path.name for path in folder.glob("*.safetensors")})
-    assert len(names) > 2
-    assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
-    assert not (folder / WEIGHTS).exists()
-    assert index["weight_map"].keys() == tensors.keys()
-    assert index["metadata"] == {
-        "total_size": sum(x.nbytes for x in tensors.values()),
-        "total_parameters": sum(x.size for x in tensors.values()),
-    }
-    for name in names:
-        for key, x in load_file(folder / name).items():
-            assert index["weight_map"][key] == name
-            np.testing.assert_array_equal(x, tensors[key], err_msg=key)
-    again = loaded(folder, "float32")
-    np.testing.assert_array_equal(again.flats[0].data, fresh(dtype="float32").flats[0].data)
-
-
-def test_split_fills_files_in_order():
-    def sizes(most):
-        tensors = [(str(size), F32, (size,)) for size in (1, 2, 3, 9, 1, 1)]
-        return [[int(name) for name, *_ in part] for part in split(tensors, 4 * most).values()]
-
-    assert sizes(17) == [[1, 2, 3, 9, 1, 1]]
-    assert sizes(16) == [[1, 2, 3, 9, 1], [1]]
-    assert sizes(4) == [[1, 2], [3], [9], [1, 1]]
-    assert sizes(1) == [[1], [2], [3], [9], [1], [1]]
-
-
-def test_one_set_of_files_replaces_the_other(sharded, monkeypatch):
+def test_several_files_are_one_model_and_replaced_by_one(sharded):
     folder, _ = sharded
-    for size in (3000, 1 << 30, 2000):
-        monkeypatch.setattr(checkpoint, "MOST_BYTES", size)
-        checkpoint.save(fresh(dtype="float32", seed=size), folder)
-        found = {path.name for path in folder.iterdir()}
-        weights = set(index_of(folder)["weight_map"].values()) if INDEX in found else {WEIGHTS}
-        others = {INDEX} if INDEX in found else set()
-        assert found == weights | others | {"config.json", "generation_config.json", DIGESTS}
-        np.testing.assert_array_equal(
-            loaded(folder, "float32").flats[0].data, fresh(dtype="float32", seed=size).flats[0].data
-        )
+    expected = fresh(dtype="float32")
+    np.testing.assert_array_equal(loaded(folder, "float32").flats[0].data, expected.flats[0].data)
+    checkpoint.save(fresh(dtype="float32", seed=1), folder)
+    assert {WEIGHTS, DIGESTS} < {path.name for path in folder.iterdir()}
+    assert not (folder / INDEX).exists()
+    expected = fresh(dtype="float32", seed=1)
+    np.testing.assert_array_equal(loaded(folder, "float32").flats[0].data, expected.flats[0].data)
 
 
 # --- hostile and broken sets of files
@@ -151,7 +116,7 @@ def test_weights_in_another_form(sharded):
     folder, _ = sharded
     (folder / INDEX).rename(folder / "pytorch_model.bin")
     (problem,) = refused(folder)
-    assert f"there is model-00001-of-00007.safetensors: give it the name {WEIGHTS}, or" in problem
+    assert f"there is model-00001-of-00003.safetensors: give it the name {WEIGHTS}, or" in problem
     for path in folder.glob("*.safetensors"):
         path.unlink()
     (problem,) = refused(folder)
@@ -219,40 +184,17 @@ def test_checkpoints_to_start_from_are_checked(made, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
-def test_export_rounds_and_splits(dtype, made, tmp_path):
+def test_export_rounds(dtype, made, tmp_path):
     words = () if dtype is None else ("--dtype", dtype)
-    printed(
-        "ckpt", "export", made / "run", "--out", tmp_path / "out", *words, "--max-shard-size", "1K"
-    )
+    printed("ckpt", "export", made / "run", "--out", tmp_path / "out", *words)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["torch_dtype"] == config["dtype"] == (dtype or "float32")
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
-    expected, found = load_file(made / "run" / "weights" / WEIGHTS), {}
-    for path in (tmp_path / "out").glob("model-*.safetensors"):
-        with WeightFiles(tmp_path / "out", "here") as files:
-            found |= {
-                name: files.rows(name, 0, files.tensors[name].shape[0])
-                for name in files.tensors
-                if files.file_of[name] == path.name
-            }
+    found = load_file(tmp_path / "out" / WEIGHTS)
+    expected = load_file(made / "run" / "weights" / WEIGHTS)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert found[name].tobytes() == x.astype(kind).tobytes(), name
-
-
-@pytest.mark.parametrize(("size", "part"), [("0", "must be at least 1"), ("x", "must be bytes")])
-def test_export_refuses_sizes(size, part, made, tmp_path):
-    assert_refused(
-        2,
-        ["--max-shard-size", part],
-        "ckpt",
-        "export",
-        made / "run",
-        "--out",
-        tmp_path / "out",
-        "--max-shard-size",
-        size,
-    )
 
 
 def test_export_beside_tokenizer_files(made, tmp_path):

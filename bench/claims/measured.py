@@ -24,7 +24,7 @@ from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.record import COMPUTE, Recorder
 from mpipar.errors import OutOfMemory
 from mpipar.partition.experts import DISPATCHES
-from mpipar.run.memory_limit import MemoryLimit
+from mpipar.run.memory_limit import memory_limit
 from mpipar.study.explain.predict import fullest, predict
 from mpipar.trace import segments, trace_file
 from mpipar.trace.analysis import Analysis
@@ -225,7 +225,7 @@ def attempt(config, world) -> str:
     """
     ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
     try:
-        with MemoryLimit(config, ops, recorder):
+        with memory_limit(config, ops):
             trained = Trained(config, world, recorder, ops=ops)
             for step in (1, 2):
                 trained.step(step)

@@ -8,7 +8,6 @@ pure.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 
 import numpy as np
 
@@ -107,28 +106,15 @@ def tiling_problem(shape, boxes) -> str:
 
     Their edges cut the tensor into cells, each of which must be in exactly one box.
     """
-    for box in boxes:
-        inside = len(box) == len(shape) and all(
-            0 <= first < stop <= length for (first, stop), length in zip(box, shape, strict=True)
-        )
-        if not inside:
-            return f"the box {box} is not inside {tuple(shape)}"
     edges = [
         sorted({0, length, *(edge for box in boxes for edge in box[axis])})
         for axis, length in enumerate(shape)
     ]
-    lengths = [len(found) - 1 for found in edges]
-    places = [{edge: place for place, edge in enumerate(found)} for found in edges]
-    counts = np.zeros(lengths, np.int32)
+    if [(one[0], one[-1]) for one in edges] != [(0, length) for length in shape]:
+        return f"a box is not inside {tuple(shape)}"
+    counts = np.zeros([len(one) - 1 for one in edges], np.int32)
     for box in boxes:
-        counts[
-            tuple(
-                slice(places[axis][first], places[axis][stop])
-                for axis, (first, stop) in enumerate(box)
-            )
-        ] += 1
-    wrong = np.argwhere(counts != 1)
-    if not len(wrong):
-        return ""
-    cell = tuple(list(pairwise(edges[axis]))[place] for axis, place in enumerate(wrong[0]))
-    return f"{counts[tuple(wrong[0])]} boxes cover {cell}; exactly one must"
+        cells = (np.searchsorted(one, pair) for one, pair in zip(edges, box, strict=True))
+        counts[tuple(slice(*pair) for pair in cells)] += 1
+    wrong = [*map(tuple, np.argwhere(counts != 1))]
+    return f"{counts[wrong[0]]} boxes cover cell {wrong[0]} of {counts.shape}" if wrong else ""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from mpipar.checkpoint import boxes
-from mpipar.checkpoint.disk import BLOCK_BYTES, DTYPES
+from mpipar.checkpoint.disk import BLOCK_BYTES
 from mpipar.checkpoint.manifest import Manifest, Tensor, digest_problem
-from mpipar.checkpoint.tensor_file import TensorFile
+from mpipar.checkpoint.tensor_file import open_tensors
 from mpipar.errors import DataError
 from mpipar.files.bounded import problems_as
 
@@ -44,24 +43,19 @@ class Pieces:
             shared = boxes.overlap(piece.box, box)
             if shared is None:
                 continue
-            file = self._open(piece)
-            stated = DTYPES[dtype.name], boxes.shape_of(piece.box)
-            if file.tensors.get(piece.key, ())[:2] != stated:
-                raise DataError(f"{self.folder / piece.file}: lacks the piece {piece.key} {stated}")
+            stored = self._open(piece).get_slice(piece.key)
             for block in boxes.row_blocks(shared, dtype.itemsize, BLOCK_BYTES):
                 rows, *others = boxes.within(block, piece.box)
-                with problems_as(DataError, f"{self.folder / piece.file}: tensor {tensor}"):
-                    stored = file.rows(piece.key, rows.start, rows.stop)
-                yield block, stored[:, *others]
+                yield block, stored[rows][:, *others]
 
-    def _open(self, piece) -> TensorFile:
+    def _open(self, piece):
         if piece.file not in self.files:
             path = self.folder / piece.file
             problem = digest_problem(path, self.manifest.files[piece.file].sha256)
             if problem:
                 raise DataError(f"{problem}; tensor {piece.tensor} ({piece.kind}) is in it")
             with problems_as(DataError, str(path)):
-                self.files[piece.file] = self.stack.enter_context(TensorFile(path))
+                self.files[piece.file] = self.stack.enter_context(open_tensors(path))
         return self.files[piece.file]
 
 
@@ -71,15 +65,12 @@ def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
         param.name: Tensor(param.shape, worker.ops.statistics.name)
         for _, param in worker.all_params
     }
-    names = sorted(
-        name
-        for name in ours.keys() | manifest.tensors.keys()
-        if ours.get(name) != manifest.tensors.get(name)
-    )
+    theirs = manifest.tensors
+    names = [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
     lines = [
-        f"{name}: {_shown(manifest.tensors.get(name))} in the checkpoint,"
+        f"{name}: {_shown(theirs.get(name))} in the checkpoint,"
         f" {_shown(ours.get(name))} in the model"
-        for name in islice(names, MOST_LINES)
+        for name in names[:MOST_LINES]
     ]
     if len(names) > MOST_LINES:
         lines.append(f"and {len(names) - MOST_LINES} other tensors")

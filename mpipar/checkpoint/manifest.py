@@ -2,8 +2,7 @@
 
 A checkpoint is a folder `step-00001000` with `manifest.json` and one safetensors file per rank. It
 gets its name by a single rename after everything is on disk, so a folder of that name is complete
-unless it was damaged or changed afterwards. Everything in a manifest is checked here before
-anything is allocated or opened because of it.
+unless it was damaged or changed afterwards. A manifest whose digest fits is what a save wrote.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import hashlib
 import json
 import os
 import re
+import stat
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,8 @@ from typing import NamedTuple
 from mpipar.checkpoint.boxes import Box, tiling_problem
 from mpipar.comm.grid import AXES
 from mpipar.errors import DataError
-from mpipar.files.bounded import open_regular, read_json
+from mpipar.files import no_links
+from mpipar.files.bounded import open_regular, problems_as, read_json
 from mpipar.files.text import shown
 from mpipar.files.typed import built
 
@@ -28,7 +30,6 @@ NAME = "manifest.json"
 GONE = "a checkpoint can't be read without its manifest: was it removed meanwhile?"
 STEP_FOLDER = re.compile(r"step-(\d{8,15})")
 PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
-MASTERS = ("float32", "float64")  # types of master weights and moments
 MOST_BYTES = 128 << 20  # of a manifest; a piece takes about 170
 
 
@@ -122,22 +123,14 @@ def committed_steps(folder: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of every committed checkpoint in `folder`, ascending; [] without it.
 
     They were complete when they were written; `read_manifest` and `damage` tell if they still are.
-    Raises DataError if the folder cannot be read, or if it or one of them is a link.
+    Raises DataError if the folder cannot be read, or is a link; links in it are no checkpoints.
     """
-    try:
-        found = [(STEP_FOLDER.fullmatch(path.name), path) for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise DataError(f"{folder}: {error.strerror}") from None
-    steps = sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
-    for path in (folder, *(path for _, path in steps)):
-        if path.is_symlink():
-            raise DataError(
-                f"{path}: is a symbolic link, but a run's checkpoints must be in its"
-                " own folder; replace the link by its target"
-            )
-    return steps
+    with problems_as(DataError, str(folder)), suppress(FileNotFoundError, NotADirectoryError):
+        with no_links.folder(folder.parent, folder.name) as inside:
+            found = [STEP_FOLDER.fullmatch(name) for name in os.listdir(inside)]
+        steps = [(int(match[1]), folder / match[0]) for match in found if match]
+        return sorted((step, path) for step, path in steps if stat.S_ISDIR(path.lstat().st_mode))
+    return []
 
 
 def read_manifest(step_folder: Path) -> Manifest:
@@ -148,11 +141,14 @@ def read_manifest(step_folder: Path) -> Manifest:
     path = Path(step_folder) / NAME
     cure = "" if os.path.lexists(path) else GONE
     content = read_json(NAME, cure=cure, most_bytes=MOST_BYTES, root=path.parent)
-    try:
-        manifest = _manifest(path, content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        why = error if type(error) is ValueError else repr(error)
-        raise DataError(f"{path}: is not the manifest of a checkpoint: {why}") from None
+    number = content.get("format") if isinstance(content, dict) else None
+    if type(number) is int and number > FORMAT:
+        raise DataError(
+            f"{path}: has format {number}, but this version of mpipar reads {FORMAT}:"
+            " it was written by a newer mpipar; use that one"
+        )
+    with problems_as(DataError, f"{path}: is not the manifest of a checkpoint"):
+        manifest = _manifest(content)
     wrong = file_problems(path.parent, manifest.files)
     match = STEP_FOLDER.fullmatch(path.parent.resolve().name)
     if match and int(match[1]) != manifest.step:
@@ -162,49 +158,32 @@ def read_manifest(step_folder: Path) -> Manifest:
     return manifest
 
 
-def _manifest(path: Path, content: dict) -> Manifest:
-    """Return a Manifest of consistent entries; DataError for a newer format, else ValueError."""
-    number, digest = content["format"], content.pop("sha256")
-    if type(number) is int and number > FORMAT:
-        raise DataError(
-            f"{path}: has format {number}, but this version of mpipar reads {FORMAT}:"
-            " it was written by a newer mpipar; use that one"
-        )
-    if number != FORMAT:
-        raise ValueError(f"its format is {shown(number)}, not {FORMAT}")
-    if digest != _digest(content):
+def _manifest(content) -> Manifest:
+    """Return a Manifest of what a save has written; ValueError if it is anything else."""
+    if not isinstance(content, dict) or content.pop("sha256", "") != _digest(content):
         raise ValueError("its content does not match its digest")
-    config = content["config"]
+    config = content.get("config")
     if type(config) is not str:
         raise ValueError(f"config is {shown(config)}")
     found = built(Manifest, content | {"config": ""}, "it")  # every other text has one line
     built(Scale, found.loss_scale, "loss_scale")
-    for name, tensor in found.tensors.items():
-        if tensor.dtype not in MASTERS:
-            raise ValueError(f"tensor {shown(name)} has the type {shown(tensor.dtype)}")
     for name in found.files:
         if not PIECES_FILE.fullmatch(name):  # a match is a file in this folder
             raise ValueError(f"{shown(name)} is not the name of a file of pieces")
-    if problem := piece_problem(found.tensors, found.files, found.pieces):
-        raise ValueError(problem)
     return replace(found, config=config, layout={axis: found.layout.get(axis, 1) for axis in AXES})
 
 
-def piece_problem(tensors, files, pieces) -> str:
-    """Return what is wrong with the pieces, or "": an unknown file or tensor, or no tiling."""
-    kinds = {piece.kind for piece in pieces}
-    boxes = {(name, kind): [] for name in tensors for kind in kinds}
+def piece_problem(tensors, pieces) -> str:
+    """Return which tensor and kind the pieces do not cover exactly once, or ""."""
+    boxes = {(name, kind): [] for name in tensors for kind in {piece.kind for piece in pieces}}
     for piece in pieces:
-        if piece.file not in files or (piece.tensor, piece.kind) not in boxes:
-            return (
-                f"{shown(piece.key)} is a piece of {shown(piece.tensor)} in {shown(piece.file)},"
-                " but one of them is unknown"
-            )
         boxes[piece.tensor, piece.kind].append(piece.box)
-    for (name, kind), own in boxes.items():
-        if problem := tiling_problem(tensors[name].shape, own):
-            return f"tensor {shown(name)} ({shown(kind)}): {problem}"
-    return "" if boxes else "it has no pieces"
+    found = (
+        f"{name} ({kind}): {problem}"
+        for (name, kind), own in boxes.items()
+        if (problem := tiling_problem(tensors[name].shape, own))
+    )
+    return next(found, "")
 
 
 def file_problems(folder: Path, files: dict[str, File]) -> list[str]:

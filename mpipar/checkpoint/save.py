@@ -176,7 +176,7 @@ class Saver:
             for _, param in worker.all_params
         }
         if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
-            problem = piece_problem(self.tensors, {one.file for one in self.pieces}, self.pieces)
+            problem = piece_problem(self.tensors, self.pieces)
             assert not problem, problem
         # Deletes old files, which takes a tenth of a save; in background mode it also writes.
         self.thread, self.deletion = ThreadPoolExecutor(1, "checkpoint"), None

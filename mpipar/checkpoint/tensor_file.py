@@ -1,15 +1,8 @@
-"""Reads user-supplied safetensors files, row by row.
-
-The library `safetensors` checks the header. Numbers are read by ordinary reads, not from a mapping:
-a page of a mapping that the file no longer has would kill the process.
-"""
+"""Opens user-supplied safetensors files: the library `safetensors` checks and reads them."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from contextlib import ExitStack
 from typing import NamedTuple
 
 import ml_dtypes
@@ -29,58 +22,27 @@ NUMBERS = {
 
 
 class Entry(NamedTuple):
-    """A tensor's entry in the header: safetensors' name of its type, its shape, its first byte."""
+    """A tensor's entry in the header: safetensors' name of its type, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
-    start: int
 
 
-class TensorFile:
-    """An open file; every method raises OSError or ValueError for what is wrong with it.
+def open_tensors(path):
+    """Return the library's open file; raise OSError or ValueError for what is wrong with it."""
+    kind = recognize(path)
+    if kind not in (None, SAFETENSORS):
+        raise ValueError(f"is {kind}")
+    with open_regular(path) as file:  # the library would wait for a pipe
+        try:
+            return safe_open(path, "np")
+        except SafetensorError as error:
+            size = os.fstat(file.fileno()).st_size
+            text = brief(str(error).removeprefix("Error while deserializing header: "), 200)
+            raise ValueError(f"is not a whole safetensors file ({size:,} bytes): {text}") from None
 
-    tensors: {name: Entry}, including those of types that cannot be read.
-    """
 
-    def __init__(self, path):
-        kind = recognize(path)
-        if kind not in (None, SAFETENSORS):
-            raise ValueError(f"is {kind}")
-        with ExitStack() as stack:
-            self.file = stack.enter_context(open_regular(path))
-            try:
-                with safe_open(path, "np"):
-                    pass
-            except SafetensorError as error:
-                size = os.fstat(self.file.fileno()).st_size
-                text = brief(str(error).removeprefix("Error while deserializing header: "), 200)
-                raise ValueError(
-                    f"is not a whole safetensors file ({size:,} bytes): {text}"
-                ) from None
-            length = int.from_bytes(self.file.read(8), "little")
-            header = json.loads(self.file.read(length))
-            header.pop("__metadata__", None)
-            self.tensors = {
-                name: Entry(one["dtype"], tuple(one["shape"]), 8 + length + one["data_offsets"][0])
-                for name, one in header.items()
-            }
-            self.stack = stack.pop_all()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.stack.close()
-
-    def rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """Return the rows [first, last) of a tensor whose type is one of NUMBERS."""
-        dtype, shape, start = self.tensors[name]
-        found = np.empty((last - first, *shape[1:]), NUMBERS[dtype])
-        place = start + first * math.prod(shape[1:]) * found.itemsize
-        rest = memoryview(found.reshape(-1).view(np.uint8))
-        while rest:
-            size = os.preadv(self.file.fileno(), [rest], place)
-            if not size:
-                raise ValueError(f"has {place:,} bytes, but had more when it was opened")
-            rest, place = rest[size:], place + size
-        return found
+def entries(file) -> dict[str, Entry]:
+    """Return {name: Entry} of an open file, including types that cannot be read."""
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    return {name: Entry(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}

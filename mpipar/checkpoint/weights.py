@@ -26,8 +26,8 @@ from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
 from mpipar.files.text import brief
 
-MOST_BYTES = 5 << 30  # of a file, as Hugging Face's; larger weights are split, with an index
 MOST_TOLD = 20  # problems of tensors that are reported
+MOST_MISSING = 5  # with more, all names may be other ones
 HEAD = "lm_head.weight"
 # Masks and angles that old files carry; mpipar computes them.
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
@@ -110,13 +110,12 @@ def save(worker, folder: Path) -> None:
             pass
 
 
-def write(folder: Path, model, dtype, blocks, most_bytes: int | None = None) -> None:
+def write(folder: Path, model, dtype, blocks) -> None:
     """Write the files of weights and config.json; a crash leaves the old files unchanged.
 
     model: a completed ModelConfig. dtype: of the numbers in the files, to which they are rounded.
     blocks: (name of a parameter, first row, array of whole rows) of all parameters, in order.
-    most_bytes: of numbers per file (default: MOST_BYTES). Raises OutputError if they cannot be
-    written.
+    Raises OutputError if they cannot be written.
     """
     form = formats.format_of(model)
     made = [
@@ -128,7 +127,7 @@ def write(folder: Path, model, dtype, blocks, most_bytes: int | None = None) -> 
         folder.parent.mkdir(parents=True, exist_ok=True)
         texts = tokenizer_files.config_texts(folder, form.to_json(model, dtype.name))
         rounded = (np.ascontiguousarray(block, dtype) for _, _, block in blocks)
-        write_weights(folder, texts, made, most_bytes or MOST_BYTES, rounded)
+        write_weights(folder, texts, made, rounded)
     except OSError as error:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
 
@@ -161,11 +160,10 @@ def load(worker, folder: str) -> None:
     that names all tensors that are missing, have another shape, or contain numbers that are not
     finite.
     """
+    found: dict[str, dict] = {}
     if formats.is_step(folder):
-        wrong = _shape_problems(folder, worker.config.model)
-        if wrong:
+        if wrong := _shape_problems(folder, worker.config.model):
             raise DataError(wrong)
-        found = {}
         with Pieces(folder, read_manifest(Path(folder))) as pieces:
             bad = _fill(worker, lambda param, held: pieces.read(param.name, "master", held))
     else:
@@ -175,23 +173,19 @@ def load(worker, folder: str) -> None:
                 raise DataError(wrong)
             bad = _fill(worker, lambda param, held: _read(files, found[param.name], param, held))
     if bad:
-        more = f" and {len(bad) - 1} others" if len(bad) > 1 else ""
-        param, place = next(iter(bad.items()))
-        name = next(
-            (one for one, *_ in formats.file_slices(found.get(param, {}), place, place + 1)), param
-        )
+        names = [name for param in bad for name in found.get(param, [param])]
         raise DataError(
-            f"--init-from {folder}: tensor {name}{more}: not all numbers are finite in"
-            f" {worker.ops.statistics.name}; give other weights"
+            f"{folder}: not all numbers are finite in {worker.ops.statistics.name}, in"
+            f" {formats.some_names(names)}; give other weights"
         )
 
 
-def _fill(worker, blocks_of) -> dict[str, int]:
-    """Fill this rank's shards; return {tensor: place of a number in it that is not finite}.
+def _fill(worker, blocks_of) -> list[str]:
+    """Fill this rank's shards; return the parameters of which not all numbers are finite.
 
     blocks_of(param, its box): (box, array) of parts that cover the box. Padding stays zero.
     """
-    ops, bad = worker.ops, {}
+    ops, bad = worker.ops, {}  # in order, each once
     for flat in worker.flats:
         for param in flat.params:
             held, shard = param.box, param.master
@@ -202,17 +196,16 @@ def _fill(worker, blocks_of) -> dict[str, int]:
                 with np.errstate(over="ignore", invalid="ignore"):
                     values = np.ascontiguousarray(block, dtype=ops.statistics)
                 if not np.isfinite(values).all():
-                    place = np.argwhere(~np.isfinite(values))[0] + [first for first, _ in box]
-                    bad[param.name] = int(np.ravel_multi_index(place, param.shape))
+                    bad[param.name] = True
                 ops.copy(shard[boxes.within(box, held)], ops.asarray(values))
             if param.master is None:
                 flat.keep(param, shard)
         flat.publish()
-    return bad
+    return [*bad]
 
 
 def _open(folder: str) -> WeightFiles:
-    return WeightFiles(folder, f"--init-from {folder}")
+    return WeightFiles(folder, folder)
 
 
 def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
@@ -236,7 +229,7 @@ def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
             elif tensor.shape != needed:
                 wrong.append(f"{where} {[*tensor.shape]} in the file, {[*needed]} in the model")
     if missing:
-        wrong += _missing(files, missing, any(found.values()))
+        wrong += _missing(files, missing, {name for one in found.values() for name in one})
     elif not wrong and model.tied:
         wrong += _head_problems(files, next(iter(found["embedding.tokens"])))
     if len(wrong) > MOST_TOLD:
@@ -244,23 +237,15 @@ def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
     return found, wrong
 
 
-def _missing(files: WeightFiles, missing: list[str], some_found: bool) -> list[str]:
-    """Return what to say about missing tensors: one line if the names in the files show why."""
-    if adapter := next((name for name in files.tensors if ".lora_" in name), None):
-        return [f"{files.where}: has tensors such as {brief(adapter)}: {ADAPTER_CURE}"]
-
-    def holds_first(name: str) -> bool:  # as _orig_mod.model.norm.weight holds norm.weight
-        parts = iter(name.split("."))
-        return all(part in parts for part in missing[0].split("."))
-
-    other = next(filter(holds_first, files.tensors), None)
-    if other is None and some_found:
+def _missing(files: WeightFiles, missing: list[str], read: set[str]) -> list[str]:
+    """Return what to say about missing tensors: one line if many have other names in the files."""
+    others = [name for name in files.tensors if name not in read]
+    if len(missing) <= MOST_MISSING or not others:
         return [f"{files.where}: tensor {name} is missing" for name in missing]
-    other = other or next(iter(files.tensors), None)
-    there = "no tensors" if other is None else f"names such as {brief(other)} instead"
-    more = f" and {len(missing) - 1:,} more are" if missing[1:] else " is"
-    text = f"tensor {missing[0]}{more} missing; the file has {there}"
-    return [f"{files.where}: {text}: save the model itself, not what wraps it"]
+    other = next((name for name in others if ".lora_" in name), others[0])
+    cure = ADAPTER_CURE if ".lora_" in other else "save the model itself, not what wraps it"
+    text = f"tensor {missing[0]} and {len(missing) - 1:,} more are missing; the file has names such"
+    return [f"{files.where}: {text} as {brief(other)} instead: {cure}"]
 
 
 def _head_problems(files: WeightFiles, table: str) -> list[str]:
@@ -316,7 +301,7 @@ def _shape_problems(folder: str, model) -> list[str]:
     """Return tensors of a checkpoint that are missing, or differ in shape from a model's."""
     saved = read_manifest(Path(folder)).tensors
     return [
-        f"--init-from {folder}: tensor {param.name} is"
+        f"{folder}: tensor {param.name} is"
         f" {[*saved[param.name].shape] if param.name in saved else 'missing'} in the"
         f" checkpoint, {[*param.shape]} in the model"
         for _, param in all_params(model, (model.layers,))

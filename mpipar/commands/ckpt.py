@@ -26,7 +26,6 @@ from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
 from mpipar.files.text import one_line, printable
 from mpipar.run.folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
 from mpipar.run.resume import layout_words
-from mpipar.run.source import own_weights
 
 OF_EXPORT = ("action", "export")
 NO_CHECKPOINT = "{}: has no checkpoint; a run writes one every --save-interval steps and at its end"
@@ -66,16 +65,6 @@ class Arguments:
         choices=tuple(DTYPES),
         only=OF_EXPORT,
     )
-    max_shard_size: int = setting(
-        weights.MOST_BYTES,
-        "export: largest size of a file, as in 200M; larger weights are split, with an index"
-        " (default: 5G)",
-        in_bytes=True,
-        low=1,
-        below=2**63,
-        metavar="BYTES",
-        only=OF_EXPORT,
-    )
 
 
 def run(context: Context) -> int:
@@ -83,7 +72,8 @@ def run(context: Context) -> int:
     args = context.args
     folder = Path(args.run_folder)
     if not is_run(folder):
-        raise DataError(f"{folder}: is not a run folder; give one of mpipar train")
+        what = "is not a run folder" if folder.exists() else "there is no such folder"
+        raise DataError(f"{folder}: {what}; give one of mpipar train")
     steps = committed_steps(folder / CHECKPOINTS)
     if args.step is not None and steps:
         known = ", ".join(str(step) for step, _ in steps)
@@ -143,7 +133,7 @@ def verify(folder: Path, steps, args) -> int:
     That of the final weights too, unless a step is asked for.
     """
     found = {path: damage(path) for _, path in steps}
-    final = own_weights(folder)
+    final = folder / WEIGHTS
     if args.step is None and final.exists():
         if digests := written_digests(final):
             problems = (digest_problem(final / name, digest) for name, digest in digests.items())
@@ -180,7 +170,7 @@ def export(folder: Path, steps, args) -> int:
     found = tokenizer_files.read_tokenizer_files(folder / WEIGHTS)
     with said(out, "can't be written"):
         tokenizer_files.write_tokenizer_files(found, out)
-    weights.write(out, model, dtype, blocks(path, manifest, names), args.max_shard_size)
+    weights.write(out, model, dtype, blocks(path, manifest, names))
     say(f"the weights after step {manifest.step} are in {out}")
     return EXIT_OK
 

@@ -15,7 +15,7 @@ REMOVED: dict[str, str] = {  # flag -> what to do instead
     "--zero-grads": "leave it out: --zero 3 shards the gradients too",
     "--loss-scale-interval": "leave it out: the loss scale doubles after 2000 finite steps",
     "--tf32": "use --dtype bfloat16",
-    "--max-shard-size": "leave it out: files have at most 5 GiB; mpipar ckpt export takes it",
+    "--max-shard-size": "leave it out: weights are one file, model.safetensors",
     "--run-name": "use --out runs/NAME",
     "--progress": "leave it out: a terminal gets a status line; for plain lines, pipe through cat",
     "--memory": "use mpipar explain, which shows the predicted bytes by purpose",

@@ -1,12 +1,7 @@
-"""Access to a run's files without following links.
+"""Opens files of a run without following links: a run folder may come from someone else.
 
-A run folder may come from someone else. Every step from the folder, the *root*, down to a file
-therefore starts from an open folder and follows no symbolic link. An existing file is opened for
-writing only if it has one name, and a file or folder is used for writing only if it belongs to this
-user or to the owner of the root. The root itself is what the user typed: links on the way to it are
-followed. A new root is for this user alone.
-
-Each function raises OSError, whose message says what is there instead.
+Every step from the folder, the *root*, down to a file starts from an open folder. Links on the way
+to the root are followed, since the user typed it. A new root is for this user alone.
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,19 +19,6 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # O_NONBLOCK has no effect on a regular file; it opens a pipe without waiting for its other end.
 SAFELY = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFELY
-KINDS = {
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
-
-
-def kind_of(mode: int) -> str:
-    """Return what a file is if it is not a regular file, as text; else ""."""
-    return KINDS.get(stat.S_IFMT(mode), "")
 
 
 def make_root(root) -> None:
@@ -50,31 +32,26 @@ def make_root(root) -> None:
 def folder(root, inside: str | os.PathLike = "", *, make: bool = False) -> Iterator[int]:
     """Yield the descriptor of the folder root/inside, each part of which must be a real folder.
 
-    make: create what is missing below the root, and refuse folders of other users.
+    make: create what is missing below the root.
     """
-    with ExitStack() as stack:
-        descriptor = os.open(root, FOLDER)
-        stack.callback(os.close, descriptor)
-        owner = os.fstat(descriptor).st_uid
+    descriptor = os.open(root, FOLDER)
+    try:
         for name in Path(inside).parts:
             with suppress(FileExistsError):
                 if make:
                     os.mkdir(name, dir_fd=descriptor)
-            descriptor = _open(name, FOLDER | os.O_NOFOLLOW, descriptor, owner if make else None)
-            stack.callback(os.close, descriptor)
+            above, descriptor = descriptor, _open(name, FOLDER | os.O_NOFOLLOW, descriptor)
+            os.close(above)
         yield descriptor
+    finally:
+        os.close(descriptor)
 
 
-def opened(root, name: str, flags: int, *, make: bool = False) -> int:
-    """Return the descriptor of the regular file root/name; the flags are those of os.open.
-
-    make: create the folder that contains it.
-    """
+def opened(root, name: str, flags: int) -> int:
+    """Return the descriptor of the regular file root/name; the flags are those of os.open."""
     inside, _, last = name.rpartition("/")
-    with folder(root, inside, make=make) as parent:
-        changes = flags & (os.O_WRONLY | os.O_RDWR) and not flags & os.O_EXCL
-        owner = os.stat(root).st_uid if changes else None
-        return _open(last, flags | SAFELY, parent, owner)
+    with folder(root, inside) as parent:
+        return _open(last, flags | SAFELY, parent)
 
 
 def create(root, name: str) -> BinaryIO:
@@ -101,37 +78,23 @@ def remove_tree(root, name: str) -> None:
         shutil.rmtree(last, dir_fd=parent)
 
 
-def _open(name: str, flags: int, parent: int, root_owner: int | None) -> int:
-    """Open a file or folder; the error says what is there instead.
-
-    root_owner: for what will be written to, which others must not own. Root may write anywhere, and
-    some file systems show all files as one user's, who then owns the root, too.
-    """
+def _open(name: str, flags: int, parent: int) -> int:
+    """Open a file or folder; OSError if a link, a pipe or anything else has its name."""
     try:
         descriptor = os.open(name, flags, 0o666, dir_fd=parent)
     except OSError as error:
-        with suppress(FileNotFoundError):
-            _check_kind(name, os.lstat(name, dir_fd=parent).st_mode, flags)
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO):
+            raise _strange(name) from None
         raise type(error)(error.errno, f"{name}: {error.strerror}") from None
-    try:
-        found = os.fstat(descriptor)
-        _check_kind(name, found.st_mode, flags)
-        user, owner = os.geteuid(), found.st_uid
-        if root_owner is not None and user and owner not in (user, root_owner):
-            why = f"belongs to another user (id {owner}, yours is {user})"
-            raise PermissionError(errno.EPERM, f"{name} {why}; work on a copy of the folder")
-        if root_owner is not None and stat.S_ISREG(found.st_mode) and found.st_nlink > 1:
-            why = f"has {found.st_nlink} names (hard links), so others would change with it"
-            raise PermissionError(errno.EPERM, f"{name} {why}; put a copy in its place")
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
+    found = os.fstat(descriptor)
+    wanted = stat.S_ISDIR if flags & os.O_DIRECTORY else stat.S_ISREG
+    alone = found.st_nlink == 1 or not flags & (os.O_WRONLY | os.O_RDWR)
+    if wanted(found.st_mode) and alone:  # what has more names would change with it
+        return descriptor
+    os.close(descriptor)
+    raise _strange(name)
 
 
-def _check_kind(name: str, mode: int, flags: int) -> None:
-    """Refuse what is not of the kind that is opened: a folder, or a regular file."""
-    kind = kind_of(mode)
-    if kind and not (flags & os.O_DIRECTORY and stat.S_ISDIR(mode)):
-        why = f"is {kind}, which is not allowed in a run; move it away"
-        raise PermissionError(errno.EPERM, f"{name} {why}")
+def _strange(name: str) -> OSError:
+    why = "is a link, or another kind of file than a run has; move it away"
+    return PermissionError(errno.EPERM, f"{name} {why}")

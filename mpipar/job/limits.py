@@ -21,7 +21,8 @@ CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 def problems(launcher: Launcher) -> list[str]:
     """Return the limits under which this host's ranks cannot run, each with its cure."""
     found = []
-    least, limit = DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size, open_files()
+    least = DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: none
     if 0 <= limit < least:
         found.append(f"the limit of open files is {limit}, but {least} are needed: ulimit -n 1024")
     least = SHARED_PER_RANK * launcher.local_size
@@ -38,11 +39,6 @@ def problems(launcher: Launcher) -> list[str]:
     return found
 
 
-def open_files() -> int:
-    """Return how many files this process may have open; -1 if there is no limit."""
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 def shared_free() -> int:
     """Return the free bytes of shared memory; 0 if there is none."""
     if not SHARED.exists():
@@ -52,24 +48,14 @@ def shared_free() -> int:
 
 
 def cpu_quota(own: Path = CGROUP, root: Path = CGROUPS) -> float:
-    """Return how many cores' time the control groups of this process allow, as containers do.
+    """Return how many cores' time the control group of this process allows, as containers do.
 
-    It is infinite without a quota. Both versions of control groups are read, with all parents.
+    It is infinite without a quota, and where control groups are of version 1. Parents count, too.
     """
-    least = math.inf
-    lines = own.read_text().splitlines() if own.exists() else []
-    for _, controllers, path in (line.split(":", 2) for line in lines):
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = root / controllers
-        folder = base / path.lstrip("/")
-        for place in (folder, *(one for one in folder.parents if one.is_relative_to(base))):
-            with contextlib.suppress(OSError, ValueError):
-                if controllers:
-                    names = "cpu.cfs_quota_us", "cpu.cfs_period_us"
-                    quota, period = (int((place / name).read_text()) for name in names)
-                else:
-                    quota, period = map(int, (place / "cpu.max").read_text().split())
-                if quota > 0:
-                    least = min(least, quota / period)
+    text = own.read_text() if own.exists() else ""
+    folder, least = root / text.strip().rpartition("::/")[2], math.inf
+    for place in (folder, *(one for one in folder.parents if one.is_relative_to(root))):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = map(int, (place / "cpu.max").read_text().split())
+            least = min(least, quota / period)
     return least

@@ -10,7 +10,6 @@ process, but many shared file systems honour them only within a host or not at a
 import contextlib
 import json
 import os
-import re
 import shlex
 import time
 from collections.abc import Mapping
@@ -22,8 +21,7 @@ from mpipar.files import no_links
 from mpipar.files.bounded import read_text
 from mpipar.job.environment import host_name, started
 
-NAME = "lock"
-NAMES = re.compile(r"lock(\.next)*")  # every file that this module creates
+NAME, NEXT = "lock", "lock.next"  # only who has created NEXT may replace a lock, by renaming it
 SHARED_SECONDS = 5.0  # how long a new file may take to become visible on another host
 
 
@@ -32,21 +30,17 @@ class RunLock:
     """A lock that this process holds. `note`, for the log, names the owner it was taken from."""
 
     folder: Path
-    text: str
-    note: str
+    own: dict
+    note: str = ""
 
     def keep(self) -> None:
         """Lock the folder again if the lock is gone, as after the folder was moved and recreated.
 
         Raises OSError, and OutputError if another job holds the lock.
         """
-        if not _create(self.folder, NAME, self.text):
-            found = _text_of(self.folder, NAME)
-            if found != self.text:
-                who, _ = _judged(found, os.environ)
-                raise OutputError(
-                    f"{self.folder}: {who} has the folder now, so this job stops writing to it"
-                )
+        if not _create(self.folder, NAME, self.own) and _read(self.folder, NAME) != self.own:
+            who, _ = _judged(_read(self.folder, NAME), os.environ)
+            raise OutputError(f"{self.folder}: {who} has the folder now, so this job ends")
 
 
 def acquire(folder: Path, token: str, environ: Mapping[str, str] = os.environ) -> RunLock:
@@ -54,90 +48,70 @@ def acquire(folder: Path, token: str, environ: Mapping[str, str] = os.environ) -
 
     Raises OSError if the folder cannot be written to.
     """
-    text = json.dumps(owner(token, environ))
-    return RunLock(folder, text, _take(folder, NAME, text, environ))
+    own = owner(token, environ)
+    if _create(folder, NAME, own):
+        return RunLock(folder, own)
+    name = NEXT
+    if _create(folder, NEXT, own):
+        name = NAME
+        who, reason = _judged(_read(folder, NAME), environ)
+        if reason:
+            os.replace(folder / NEXT, folder / NAME)
+            return RunLock(folder, own, f"took over the lock of {who} ({reason})")
+        no_links.remove(folder, NEXT)
+    else:
+        who, _ = _judged(_read(folder, NEXT), environ)
+    cure = f"rm {shlex.quote(f'{folder}/{name}')}"
+    raise UsageError(
+        f"{folder}: {who} is writing to it, and only one job may: wait until it ends, choose"
+        f" another folder or, if you know that it is gone, type {cure}"
+    )
 
 
 def release(folder: Path, token: str) -> None:
     """Remove the lock of the job with this token; another job may have the folder by now."""
     with contextlib.suppress(OSError):
-        if _facts(_text_of(folder, NAME)).get("token") == token:
+        if _read(folder, NAME).get("token") == token:
             no_links.remove(folder, NAME)
-
-
-def _take(folder: Path, name: str, text: str, environ: Mapping[str, str]) -> str:
-    """Create a lock, or take it over; return a note about the owner it was taken from.
-
-    Only who holds the lock NAME.next may replace the lock NAME, and does so by renaming the former.
-    A start that is killed in between leaves NAME.next, which is taken over in the same way.
-    """
-    while not _create(folder, name, text):
-        found = _text_of(folder, name)
-        who, reason = _judged(found, environ)
-        if not reason:
-            if not os.path.lexists(folder / name):  # it was just released
-                continue
-            raise UsageError(
-                f"{folder}: {who} is writing to it, and only one job may: wait until it ends,"
-                " choose another folder or, if you know that it is gone, type"
-                f" rm {shlex.quote(str(folder / name))}"
-            )
-        _take(folder, following := f"{name}.next", text, environ)
-        if _text_of(folder, name) == found:
-            os.replace(folder / following, folder / name)
-            return f"took over the lock of {who} ({reason})"
-        no_links.remove(folder, following)
-    return ""
 
 
 def check_seen(folder: Path, token: str) -> None:
     """Raise OutputError if this host does not see the lock that world rank 0 holds there."""
     limit = time.monotonic() + SHARED_SECONDS
-    while True:
+    while time.monotonic() < limit:
         with contextlib.suppress(OSError):
-            if _facts(_text_of(folder, NAME)).get("token") == token:
+            if _read(folder, NAME).get("token") == token:
                 return
-        if time.monotonic() > limit:
-            raise OutputError(
-                f"{folder}: host {host_name(os.environ)} does not see what world rank 0 writes"
-                " there; use an --out on a file system that all hosts share, under the same path on"
-                " all of them"
-            )
         time.sleep(0.1)
+    raise OutputError(
+        f"{folder}: host {host_name(os.environ)} does not see what world rank 0 writes there; use"
+        " an --out on a file system that all hosts share, under the same path on all of them"
+    )
 
 
 def owner(token: str, environ: Mapping[str, str]) -> dict:
-    """Return what a lock records about this process."""
+    """Return what a lock records about this process. machine: host, its boot, pid namespace."""
+    machine: list[str] = []
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = [os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")]
+    restarts = environ.get("SLURM_RESTART_COUNT", "")  # an imitation may give no number
     return {
         "token": token,
         "host": host_name(environ),
-        "machine": _machine(),
+        "machine": machine,
         "pid": os.getpid(),
         "started": started(os.getpid()),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "slurm_job": environ.get("SLURM_JOB_ID", ""),
         "slurm_cluster": environ.get("SLURM_CLUSTER_NAME", ""),
-        "slurm_restarts": _restarts(environ),
+        "slurm_restarts": int(restarts) if restarts.isdecimal() else 0,
     }
 
 
-def _restarts(environ: Mapping[str, str]) -> int:
-    """Return how often SLURM has requeued this job; 0 if an imitation of it gives no number."""
-    text = environ.get("SLURM_RESTART_COUNT", "")
-    return int(text) if text.isdecimal() else 0
-
-
-def _machine() -> list[str]:
-    """Return this host, its current boot, and the pid namespace seen from here."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return [os.uname().nodename, boot, os.readlink("/proc/self/ns/pid")]
-    return []
-
-
-def _judged(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def _judged(lock: dict, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return (who wrote this lock, how it is known that this owner is gone, or "")."""
-    lock, here, reason = _facts(text), owner("", environ), ""
+    here, reason = owner("", environ), ""
     if lock.keys() != here.keys():
         return "an unknown job", ""
     job = lock["slurm_job"]
@@ -150,24 +124,20 @@ def _judged(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     return who + (f", SLURM job {job}" if job else ""), reason
 
 
-def _facts(text: str) -> dict:
-    """Return what a lock says of its owner; {} if it was written half, or by something else."""
-    with contextlib.suppress(ValueError):
-        facts = json.loads(text)
-        return facts if isinstance(facts, dict) else {}
-    return {}
-
-
-def _create(folder: Path, name: str, text: str) -> bool:
-    """Create the file with this text; return False if it exists."""
+def _create(folder: Path, name: str, own: dict) -> bool:
+    """Create the file; return False if it exists."""
     with contextlib.suppress(FileExistsError), no_links.create(folder, name) as file:
-        file.write(text.encode())
+        file.write(json.dumps(own).encode())
         return True
     return False
 
 
-def _text_of(folder: Path, name: str) -> str:
-    """Return a lock's text; "" if it was just released. Raises OSError if it is no regular file."""
+def _read(folder: Path, name: str) -> dict:
+    """Return what a lock says of its owner; {} if it is gone, was written half, or is none.
+
+    Raises OSError if it is no regular file.
+    """
     with contextlib.suppress(FileNotFoundError, ValueError):
-        return read_text(name, root=folder)
-    return ""
+        found = json.loads(read_text(name, root=folder))
+        return found if isinstance(found, dict) else {}
+    return {}

@@ -95,12 +95,6 @@ class Watchdog:
         """Call following() with what a recorder records. more(): a count that is progress too."""
         return self.following(lambda: (marker(recorder), more()), lambda: state_of(recorder, comms))
 
-    def limits(self) -> tuple[float, float]:
-        """Return how many seconds without progress cause the warning, and the end of the job."""
-        if self.begun:
-            return self.warn, self.stop
-        return tuple(limit and max(limit, START_SECONDS) for limit in (self.warn, self.stop))
-
     def _watch(self) -> None:
         """Check the progress again and again.
 
@@ -109,7 +103,9 @@ class Watchdog:
         """
         last, stuck, warned = None, 0.0, False
         while True:
-            warn, stop = self.limits()
+            warn, stop = self.warn, self.stop
+            if not self.begun:
+                warn, stop = (limit and max(limit, START_SECONDS) for limit in (warn, stop))
             first = min(filter(None, (warn, stop)), default=0.0)
             pause = min(LONGEST_PAUSE, first / 5 or LONGEST_PAUSE)
             if self._ended.wait(pause):
@@ -288,8 +284,6 @@ def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
         )
     late = [rank for rank in missing if barrier_of(states.get(rank)) is None]
     lines += [f"late: rank {rank} {doing(states.get(rank))}" for rank in late]
-    if circle := find_circle(waits_for):
-        lines.append("a cycle of ranks waiting for each other: " + " -> ".join(map(str, circle)))
     stacks = {rank: states[rank]["stack"][:6] for rank in missing if rank in states}
     lines += [f"  rank {rank}: {frame}" for rank, stack in stacks.items() for frame in stack]
     return lines or [f"rank {rank} {doing(states.get(rank))}" for rank in sorted({*ranks, *states})]
@@ -298,17 +292,3 @@ def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
 def names(ranks) -> str:
     """Return ranks as text."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def find_circle(waits_for: dict[int, list[int]]) -> list[int]:
-    """Return a cycle of ranks waiting for each other, the first repeated at its end, or [].
-
-    Of the ranks that one waits for, the first is followed.
-    """
-    for start in waits_for:
-        path = [start]
-        while (others := waits_for.get(path[-1])) and others[0] not in path:
-            path.append(others[0])
-        if others:
-            return [*path[path.index(others[0]) :], others[0]]
-    return []

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 
-from mpipar.comm.facts import broadcast_text
-from mpipar.comm.hosts import quiet_barrier
 from mpipar.config.layout import matching, sizes_text
 from mpipar.config.reading import ParsedConfig
 from mpipar.config.sections import Config
@@ -29,23 +28,18 @@ def layouts(parsed: ParsedConfig, world_size: int) -> Iterator[ParsedConfig]:
         )
 
 
-def legal_layouts(parsed: ParsedConfig, world_size: int) -> list[ParsedConfig]:
-    """Return the configurations of every layout of these ranks; only one without --layout auto.
+def legal_layouts(parsed: ParsedConfig, world_size: int) -> list[tuple[ParsedConfig, Config]]:
+    """Return the configurations of every layout of these ranks, and what they resolve to.
 
     Axes that the user names stay, and so does cp. Only layouts with the smallest number of rows per
-    step are considered, since a preset's number is rounded up to what a layout takes. If none can
-    run, the configuration without --layout auto says what is wrong.
+    step are considered, since a preset's number is rounded up to what a layout takes.
     """
-    if not parsed.chooses_layout:
-        return [parsed]
     found = []
     for one in layouts(parsed, world_size):
-        try:
-            found.append((resolve(one, world_size)[0].train.batch_size, one))
-        except UserError:
-            continue
-    least = min((rows for rows, _ in found), default=0)
-    return [one for rows, one in found if rows == least] or [parsed]
+        with suppress(UserError):
+            found.append((one, resolve(one, world_size)[0]))
+    least = min((config.train.batch_size for _, config in found), default=0)
+    return [pair for pair in found if pair[1].train.batch_size == least]
 
 
 def best_of(configs: list[Config], machine_name: str | None) -> tuple[int, str]:
@@ -74,24 +68,16 @@ def best_of(configs: list[Config], machine_name: str | None) -> tuple[int, str]:
     return order[0], f"--layout auto: predicted steps by the data sheet {name}: {words}"
 
 
-def with_choice(session, inputs, choices: list[ParsedConfig], machine_name: str | None = None):
-    """Return the Inputs with the best of several layouts, which world rank 0 chooses, and a note.
+def with_best_layout(
+    parsed: ParsedConfig, world_size: int, machine_name: str | None = None
+) -> ParsedConfig:
+    """Return the configuration with the best of several layouts, and a note, under --layout auto.
 
-    choices: from `legal_layouts`; the inputs belong to the first. Raises what `best_of` raises, on
-    every rank. Comm: a barrier; an agreement; the choice from world rank 0.
+    Every rank finds the same one. If no layout can run, what is returned says why when it is
+    resolved. Raises what `best_of` raises.
     """
-    if not choices[0].chooses_layout:
-        return inputs
-    config, world = inputs.config, session.world
-    others = (resolve(one, world.size)[0] for one in choices[1:])
-    configs = [config, *(replace(config, grid=one.grid, train=one.train) for one in others)]
-
-    def chosen() -> tuple[int, str]:
-        try:
-            return best_of(configs, machine_name) if world.rank == 0 else (0, "")
-        finally:
-            quiet_barrier(world)  # the others sleep
-
-    place, note = session.agree(chosen)
-    place = int(broadcast_text(world, str(place)))
-    return replace(inputs, config=configs[place], notes=[*inputs.notes, note])
+    legal = legal_layouts(parsed, world_size) if parsed.chooses_layout else []
+    if not legal:
+        return parsed
+    place, note = best_of([config for _, config in legal], machine_name)
+    return replace(legal[place][0], notes=(*parsed.notes, note))

@@ -1,15 +1,8 @@
-"""Evaluation between steps, and the reports at the end of training.
-
-Between steps a run computes held-out losses; at the end it also generates a text, and reports
-measured barriers, overlap and memory.
-"""
+"""What a run shows at its end: measured barriers, overlap and memory, a text, a baseline."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
-from time import perf_counter
 
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT
@@ -17,64 +10,12 @@ from mpipar.config.run import TEMPERATURE
 from mpipar.console import tables as console
 from mpipar.console.memory import process_peak
 from mpipar.console.time_shares import crowded, share_facts, share_table
-from mpipar.data import rows
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.files.text import quoted
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
 from mpipar.study.schedules.bubble import bubble_rows, bubble_table, recorded_facts
-
-
-class Evaluation:
-    """The held-out losses of one run; every rank calls it at the same step.
-
-    They depend on the weights alone, and change nothing that a step reads. file: the
-    `GrowingFile` evaluations.jsonl on world rank 0, None elsewhere. events: `Events` or None.
-    """
-
-    def __init__(self, worker, inputs, log, file=None, events=None):
-        self.worker, self.inputs, self.log = worker, inputs, log
-        self.file, self.events = file, events
-        self.run, self.steps = worker.config.run, worker.config.train.steps
-        self.rows = rows.Rows(
-            worker.ops, rows.evaluated(inputs.held_out, worker.config), worker.config, worker.grid
-        )
-
-    def after_step(self, step: int) -> bool:
-        """Evaluate if it is time; return whether it was.
-
-        The last step is skipped, because the end of the run evaluates.
-        Comm: that of `loss`.
-        """
-        every = self.run.eval_interval
-        if evaluates := every and step % every == 0 and step < self.steps:
-            start = perf_counter()
-            loss, count = self.loss(step)
-            self.log(
-                f"step {step}: held-out loss {loss:.4f} nats per token over {count:,}"
-                f" tokens, {perf_counter() - start:.2f} s"
-            )
-        return bool(evaluates)
-
-    def loss(self, step: int) -> tuple[float, int]:
-        """Return (mean held-out loss, number of tokens); evaluations.jsonl gets them too.
-
-        Comm: that of `Worker.evaluate`.
-        """
-        start = perf_counter()
-        loss, count = self.worker.evaluate(self.rows)
-        line = {
-            "step": step,
-            "held_out_loss": loss,
-            "tokens": count,
-            "seconds": perf_counter() - start,
-        }
-        if self.file is not None:
-            self.file.write(json.dumps(line) + "\n")
-        if self.events is not None:
-            self.events.add(line)
-        return loss, count
 
 
 def report_step(world, worker, fact, memory, steps, log) -> None:
@@ -135,33 +76,19 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
         log(console.measured_memory(facts))
 
 
-def show_decoder(worker, inputs, evaluate, log, took) -> tuple[dict, Callable]:
-    """Print the held-out loss and a text; return what was measured, and `compare`.
+def compare_with_bigrams(inputs, loss: float, count: int, log) -> None:
+    """Print the loss of a bigram model of bytes on the same split, beside that of the decoder.
 
-    evaluate() -> (loss, tokens). took: how long training took, as text. compare(): prints the loss
-    of a bigram model, which takes long for much text, so no rank may wait for it.
-    Comm: that of evaluate(), generation.
+    It takes long for much text, so no rank may wait for it.
     """
-    config = worker.config
-    loss, count = evaluate()
-    trained = worker.num_tokens * config.train.steps
-    log(
-        f"\nheld-out loss {loss:.4f} nats per token over {count:,} tokens"
-        + (f" (trained on {trained:,} tokens{took})" if trained else "")
-    )
-    show_text(worker, inputs, log)
-
-    def compare():
-        # With more ids, a table of pairs would fill the memory.
-        vocab_size = config.model.vocab_size
-        if log.speaks and inputs.tokenizer.is_bytes and vocab_size <= BYTE_VOCABULARY:
-            bar = bigram_loss(inputs.train_part, inputs.held_out[: count + 1], vocab_size)
-            log(
-                f"\nbyte-bigram model of the same split: {bar:.4f}; the decoder is"
-                f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}"
-            )
-
-    return {"held_out_loss": loss}, compare
+    vocab_size = inputs.config.model.vocab_size
+    # With more ids, a table of pairs would fill the memory.
+    if inputs.tokenizer.is_bytes and vocab_size <= BYTE_VOCABULARY:
+        bar = bigram_loss(inputs.train_part, inputs.held_out[: count + 1], vocab_size)
+        log(
+            f"\nbyte-bigram model of the same split: {bar:.4f}; the decoder is"
+            f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}"
+        )
 
 
 def show_text(worker, inputs, log) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from mpipar.checkpoint.manifest import committed_steps
-from mpipar.config.reading import to_toml, values_of
+from mpipar.config.reading import to_toml
 from mpipar.config.run import RUNS, named_folder
 from mpipar.console import series
 from mpipar.errors import DataError, OutputError, UsageError
@@ -19,6 +18,7 @@ from mpipar.files import no_links
 from mpipar.files.bounded import parse_json, problems_as, read_text
 from mpipar.files.replace import replace_file, replaced_files, set_aside
 from mpipar.files.text import counted
+from mpipar.files.typed import built
 from mpipar.job import lock
 from mpipar.job.failure import DISK_ERRORS
 from mpipar.job.watchdog import HANG
@@ -62,19 +62,13 @@ def folder_problems(config) -> list[str]:
         return [f"{folder}: {error.strerror}; give another folder"]
     if not folder.is_dir():
         return [f"{folder} is a file, but a run needs a folder: give a new --out"]
-    cure = f", or resume it with --resume auto --out {config.run.out}"
-    return [
-        (
-            f"{folder} exists and is not empty; a run never overwrites another: give a new"
-            f" --out{cure if is_run(folder) else ''}"
-        )
-    ]
+    cure = f", or resume it with --resume auto --out {config.run.out}" if is_run(folder) else ""
+    text = f"{folder} exists and is not empty; a run never overwrites another: give a new --out"
+    return [text + cure]
 
 
-def make_run_folder(
-    config, session, sources: Sources, beside: Mapping[str, bytes]
-) -> tuple[Path, dict[str, bytes]]:
-    """Create and lock the run folder; return it and what was written, for `keep`.
+def make_run_folder(config, session, sources: Sources, beside: Mapping[str, bytes]) -> Path:
+    """Create and lock the run folder; return it.
 
     beside: files to be placed beside the weights. Raises OutputError and UsageError.
 
@@ -89,20 +83,17 @@ def make_run_folder(
         session.lock(folder)
         if _content(folder):
             raise UsageError(folder_problems(config))
-        first = (json.dumps(asdict(sources), indent=1) + "\n").encode()
-        return folder, _write({SOURCES: first}, config, beside, folder)
+        text = json.dumps(asdict(sources), indent=1) + "\n"
+        replace_file(SOURCES, [text.encode()], root=folder)
+        _write(config, beside, folder)
+        return folder
 
 
-def _write(first: dict[str, bytes], config, beside, folder: Path) -> dict[str, bytes]:
-    """Write what a start leaves in its folder, and return it; config.toml makes it a run folder."""
-    files = (
-        first
-        | {CONFIG: to_toml(config).encode()}
-        | {f"{WEIGHTS}/{name}": content for name, content in beside.items()}
-    )
-    for name, content in files.items():
-        replace_file(name, [content], root=folder)
-    return files
+def _write(config, beside: Mapping[str, bytes], folder: Path) -> None:
+    """Write what a start leaves in its folder; config.toml makes it a run folder."""
+    replace_file(CONFIG, [to_toml(config).encode()], root=folder)
+    for name, content in beside.items():
+        replace_file(f"{WEIGHTS}/{name}", [content], root=folder)
 
 
 def _content(folder: Path) -> list[str]:
@@ -111,63 +102,41 @@ def _content(folder: Path) -> list[str]:
     return [
         path.name
         for path in folder.iterdir()
-        if path.name not in begun and not lock.NAMES.fullmatch(path.name)
+        if path.name not in begun and path.name not in (lock.NAME, lock.NEXT)
     ]
 
 
 def read_sources(folder: Path) -> Sources:
-    """Return what the run in a folder started from. Raises DataError if sources.json is damaged."""
+    """Return what the run in a folder started from. Raises DataError if sources.json is damaged.
+
+    A folder of a version that wrote no such file has nothing to compare with.
+    """
     path = folder / SOURCES
-    if not os.path.lexists(path):  # written by an older version
-        with contextlib.suppress(OSError, ValueError):
-            return Sources(values_of(read_text(CONFIG, root=folder)).get("init_from", ""))
+    if not os.path.lexists(path):
         return Sources()
     with problems_as(DataError, str(path), "give a new --out"):
-        found, due = parse_json(read_text(SOURCES, root=folder)), asdict(Sources())
-        if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != {
-            name: type(value) for name, value in due.items()
-        }:
-            raise ValueError(f"must be an object of {', '.join(due)}")
-        return Sources(**found)
+        return built(Sources, parse_json(read_text(SOURCES, root=folder)), "it")
 
 
-def resume_in(start, config, session, beside: Mapping[str, bytes]) -> tuple[Path, dict[str, bytes]]:
-    """Lock a run folder and prepare it for resuming; return as `make_run_folder` does.
+def resume_in(start, config, session, beside: Mapping[str, bytes]) -> Path:
+    """Lock a run folder and prepare it for resuming; return it.
 
-    start: where the run starts, found before the folder was locked. What an earlier start left at
-    its end is set aside: errors, and a trace that will be written again. Only world rank 0 calls
-    it. Raises OutputError and UsageError.
+    start: where the run starts, found before the folder was locked. A trace that will be written
+    again is set aside. Only world rank 0 calls it. Raises OutputError and UsageError.
     """
     folder = Path(start.folder)
     with said(folder, "the run can't resume here"):
         session.lock(folder)
-        check_own(folder)
+        for name in FOLDERS:
+            with suppress(FileNotFoundError), no_links.folder(folder, name):
+                pass  # a link is refused now, not when it is first used
         if newest_step(folder) != start.newest:
             raise UsageError(f"{folder}: another job has just resumed in it; start again")
-        set_aside(folder / "errors")
         if config.run.trace:
             set_aside(folder / "trace")
         no_links.remove_tree(folder, HANG)  # left by a job that was killed
-        first = {}
-        with contextlib.suppress(FileNotFoundError, ValueError):  # an older version's, or damaged
-            first[SOURCES] = read_text(SOURCES, root=folder).encode()
-        return folder, _write(first, config, beside, folder)
-
-
-def check_own(folder: Path) -> None:
-    """Raise OutputError if files that the run writes to are links, pipes or other users' files."""
-    wrong = []
-    for name in filter(lambda name: os.path.lexists(folder / name), (*GROWING, *FOLDERS)):
-        try:
-            if name in GROWING:
-                os.close(no_links.opened(folder, name, os.O_RDWR))
-            else:
-                with no_links.folder(folder, name, make=True):
-                    pass
-        except OSError as error:
-            wrong.append(f"{folder}: the run can't resume here: {error.strerror}")
-    if wrong:
-        raise OutputError(wrong)
+        _write(config, beside, folder)
+        return folder
 
 
 def newest_step(folder: Path) -> int:
@@ -175,18 +144,19 @@ def newest_step(folder: Path) -> int:
     return max((step for step, _ in committed_steps(folder / CHECKPOINTS)), default=0)
 
 
-def truncate_after(folder: Path, step: int) -> list[Path]:
+def truncate_after(folder: Path, step: int) -> list[str]:
     """Cut the run folder back to `step`; return notes for the user.
 
-    Lines of later steps, an incomplete last line, and files made from them are removed; later
-    checkpoints and a file with damaged lines are kept aside. The checkpoint decides how far the
-    run is. Raises OutputError. Only world rank 0 calls it.
+    Lines of later steps, damaged lines, and files made from them are removed; later checkpoints are
+    kept aside. The checkpoint decides how far the run is. Raises OutputError. Only world rank 0
+    calls it.
     """
     notes = []
     with said(folder, "the run can't resume here"):
-        for name in (METRICS, EVALUATIONS):
-            if os.path.lexists(folder / name):
-                notes += _cut_lines(folder, name, step)
+        for name in filter(lambda name: os.path.lexists(folder / name), (METRICS, EVALUATIONS)):
+            if damaged := _cut_lines(folder, name, step):
+                lines = counted(damaged, "damaged line")
+                notes.append(f"WARNING: {folder / name}: {lines} removed; the run continues")
         for name in (CSV, REPORT):
             no_links.remove(folder, name)
         for number, path in committed_steps(folder / CHECKPOINTS):
@@ -195,77 +165,42 @@ def truncate_after(folder: Path, step: int) -> list[Path]:
     return notes
 
 
-def _cut_lines(folder: Path, name: str, step: int) -> list[str]:
-    """Keep a file's whole lines up to `step`; return a warning if lines were damaged."""
-    damaged = []
-
-    def kept():
-        for number, (line, value) in enumerate(series.lines_of(folder, name), 1):
-            if value is None:
-                damaged.append(number)
-            elif value["step"] <= step:
-                yield line
-
+def _cut_lines(folder: Path, name: str, step: int) -> int:
+    """Keep a file's whole lines up to `step`; return how many lines were damaged."""
+    damaged = 0
     with replaced_files(folder) as create:
-        create(name).writelines(kept())
-        if not damaged:
-            return []
-        aside = set_aside(folder / name)
-    return [
-        (
-            f"WARNING: {folder / name}: {counted(len(damaged), 'line')} damaged, the first is line"
-            f" {damaged[0]:,}; the run continues without, and the original file is {aside}"
-        )
-    ]
+        file = create(name)
+        for line, value in series.lines_of(folder, name):
+            if value is None:
+                damaged += 1
+            elif value["step"] <= step:
+                file.write(line)
+    return damaged
 
 
 def finished_step(folder: Path) -> int:
     """Return the step with which the run in this folder has ended; 0 if it has not."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         step = parse_json(read_text(RESULT, root=folder))["step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
-    return step if type(step) is int else 0
+        return step if type(step) is int else 0
+    return 0
 
 
-def keep(folder: Path, written: Mapping[str, bytes], held: lock.RunLock, files) -> list[str]:
-    """Check that the folder is still this run's, and restore what it has lost; return notes.
+def keep(folder: Path, held: lock.RunLock, files) -> list[str]:
+    """Check that the folder is still this run's, and sync its files to disk; return notes.
 
-    written: what the start left in it. files: `GrowingFile`s, all of which are synced to disk.
+    files: `GrowingFile`s. One that was moved or removed is replaced by a new one.
     Raises OSError, and OutputError if another job now writes here. Only world rank 0 calls it.
     """
     notes = []
     if not os.path.lexists(folder):
         notes.append(
-            f"WARNING: {folder} is gone (moved or removed?); the run continues in a new"
-            " folder of this name; earlier checkpoints and traces are wherever the old one"
-            " is"
+            f"WARNING: {folder} is gone (moved or removed?); the run continues in a new folder of"
+            " this name; earlier checkpoints and traces are wherever the old one is"
         )
         no_links.make_root(folder)
     held.keep()
-    gone = [name for name in written if not os.path.lexists(folder / name)]
-    for name in gone:
-        replace_file(name, [written[name]], root=folder)
-    if gone and not notes:
-        notes.append(f"WARNING: missing in {folder}, and restored: {', '.join(gone)}")
     return notes + [note for note in (file.sync() for file in files) if note]
-
-
-def whereabouts(folder: Path, trained: bool = True) -> str:
-    """Return which files a run that has ended has in its folder, and which are missing.
-
-    trained: whether it took any step; otherwise it wrote no weights.
-    """
-    parts = ({"weights": WEIGHTS, "checkpoints": CHECKPOINTS} if trained else {}) | {
-        "metrics": METRICS,
-        REPORT: REPORT,
-        CONFIG: CONFIG,
-        LOG: LOG,
-    }
-    there = [part for part, name in parts.items() if os.path.lexists(folder / name)]
-    text = f"{', '.join(there[:-1])} and {there[-1]} are in {folder}" if len(there) > 1 else ""
-    missing = [part for part in parts if part not in there]
-    return text + (f"\nWARNING: not in {folder}: {', '.join(missing)}" if missing else "")
 
 
 def write_result(folder: Path, found: dict) -> None:
@@ -290,7 +225,7 @@ def _make_numbered_folder() -> Path:
     while True:
         number += 1
         folder = RUNS / f"{number:04d}"
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
             return folder
 

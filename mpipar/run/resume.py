@@ -11,9 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import product
 from pathlib import Path
 
 from mpipar.checkpoint.load import load_state
@@ -21,19 +19,17 @@ from mpipar.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES, LAYOUT
-from mpipar.config.layout import divisors, sizes_text
+from mpipar.config.layout import sizes_text
 from mpipar.config.layout import typed as typed_layout
 from mpipar.config.model import CUTS, ModelConfig
 from mpipar.config.reading import over, skipped, values_of
 from mpipar.config.rule import typed
 from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
 from mpipar.config.sections import named
-from mpipar.config.setting import flag
 from mpipar.data.fingerprint import of_ends
-from mpipar.errors import DataError, UsageError, UserError
+from mpipar.errors import DataError, UsageError
 from mpipar.files.bounded import problems_as, read_text
 from mpipar.files.text import brief, counted
-from mpipar.run.auto import layouts
 from mpipar.run.compared import compare_inputs, digest_of_weights
 from mpipar.run.folder import (
     CHECKPOINTS,
@@ -46,7 +42,6 @@ from mpipar.run.folder import (
     read_sources,
     resume_in,
 )
-from mpipar.run.resolve import resolve
 from mpipar.run.source import find_source, tokenizer_folder
 from mpipar.train.optim import of_new_length
 
@@ -137,14 +132,14 @@ def find_start(run) -> Start:
 
 def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str) -> Start:
     """Return the Start after the first of these steps with a readable manifest. asked: --resume."""
-    notes = []
+    notes: list[str] = []
     for number, path in enumerate(steps):
         try:
-            found = read_manifest(path)
-            values_of(found.config)
-        except (DataError, ValueError) as error:
-            damage = str(error) if isinstance(error, DataError) else f"{path / NAME}: {error}"
-            notes.append(damage)
+            with problems_as(DataError, str(path / NAME)):
+                found = read_manifest(path)
+                values_of(found.config)
+        except DataError as error:
+            notes.append(str(error))
             continue
         return Start(
             str(folder) if folder else None,
@@ -156,7 +151,7 @@ def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str)
             found.schedule,
             found.data,
             finished=finished_step(folder) if folder else 0,
-            notes=tuple(fallback(note) for note in notes),
+            notes=tuple(map(fallback, notes)),
         )
     raise DataError([*notes, f"--resume {asked}: no checkpoint of {source} can be read"])
 
@@ -164,23 +159,19 @@ def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str)
 def again(run, folder: Path) -> Start:
     """Return the Start of a run that ended before its first checkpoint: as it started first.
 
-    A run that started from another run's checkpoint starts there again. Raises UserError if what it
-    started from has changed, or is not what the user names.
+    Raises UserError if what it started from is not what the user names, or another run's state.
     """
-    sources = read_sources(folder)
-    config = _first_config(folder)
-    weights = check_first_weights(run, folder, sources) if config else ""
+    sources, config = read_sources(folder), ""
     if sources.resumed:
-        step = Path(sources.resumed)
-        found = _newest_of([step], step.parent.parent, folder, AUTO)
-        if digest_of_weights(sources.resumed) != sources.digest:
-            raise DataError(
-                f"{step}: has changed since the run in {folder} started from it; give a new --out"
-            )
-        return replace(found, config=config or found.config)
+        raise UsageError(
+            f"{folder} has no checkpoint: give a new --out, and --resume {sources.resumed} again"
+        )
+    if os.path.lexists(folder / CONFIG):
+        with problems_as(DataError, str(folder / CONFIG), "give a new --out"):
+            config = read_text(CONFIG, root=folder)
+            values_of(config)
+    weights = check_first_weights(run, folder, sources) if config else ""
     note = f"{folder} has no checkpoint: the run starts at step 1"
-    if weights:
-        note += f", from the weights of {weights}"
     return Start(
         str(folder),
         config=config,
@@ -188,19 +179,8 @@ def again(run, folder: Path) -> Start:
         weights=weights,
         digest=sources.digest,
         finished=finished_step(folder),
-        notes=(note,),
+        notes=(note + (f", from the weights of {weights}" if weights else ""),),
     )
-
-
-def _first_config(folder: Path) -> str:
-    """Return the text of a run folder's config.toml, "" without one; DataError if damaged."""
-    path = folder / CONFIG
-    if not os.path.lexists(path):
-        return ""
-    with problems_as(DataError, str(path), "give a new --out"):
-        text = read_text(CONFIG, root=folder)
-        values_of(text)
-    return text
 
 
 def check_first_weights(run, folder: Path, sources: Sources) -> str:
@@ -213,14 +193,8 @@ def check_first_weights(run, folder: Path, sources: Sources) -> str:
     where, cure = f"--init-from {run.init_from}", "leave --init-from out, or give a new --out"
     if not sources.init_from:
         raise UsageError(f"{where}: the run in {folder} did not start from it; {cure}")
-    if not os.path.exists(run.init_from) and Path(sources.init_from).is_relative_to(run.init_from):
-        return sources.init_from  # it is gone, but a checkpoint does not need it
     found = find_source(run.init_from, where)
-    if sources.digest:
-        same = digest_of_weights(found) == sources.digest
-    else:
-        same = Path(found).resolve() == Path(sources.init_from).resolve()
-    if not same:
+    if digest_of_weights(found) != sources.digest:
         raise UsageError(
             f"{where}: is not what the run in {folder} started from, which was"
             f" {sources.init_from}; {cure}"
@@ -266,44 +240,24 @@ def resumed(parsed, saved: Mapping[str, object], world_size: int):
 
     saved: the values of the run's config.toml. If the user names a layout, the stages and groups
     that depend on it are chosen again. Another number of ranks needs a layout that the user names:
-    otherwise raises UsageError with one that fits.
+    otherwise raises UsageError.
     """
     given, was = parsed.given, {axis: saved.get(axis, 1) for axis in AXES}
     named, ranks = any(axis in given for axis in LAYOUT), math.prod(was.values())
-    problems = (*parsed.unread, *unchangeable(given, saved))
+    problems = [*parsed.unread, *unchangeable(given, saved)]
     chooses = parsed.chooses_layout and (named or ranks != world_size)
-    parsed = replace(parsed, unread=problems, chooses_layout=chooses)
+    if ranks != world_size and not (named or chooses):
+        problems.append(
+            f"{counted(world_size, 'rank')}: this run has {ranks}, {typed_layout(was)}; start as"
+            f" many, or add a --layout of {world_size}, such as auto"
+        )
+    parsed = replace(parsed, unread=tuple(problems), chooses_layout=chooses)
     dropped = set(OF_A_START)
     if any(name in given for name in ORDER):
         dropped |= set(ORDER)
     if named or ranks != world_size:
         dropped |= {*LAYOUT, *ORDER, "cp_attention"} - {"schedule"}
-    kept = {name: value for name, value in saved.items() if name not in dropped}
-    found = over(kept, parsed)
-    if ranks != world_size and not (named or chooses or found.problems):
-        raise UsageError(
-            f"{counted(world_size, 'rank')}: this run has {ranks}, {typed_layout(was)};"
-            f" {other_layout(kept, parsed, world_size)}"
-        )
-    return found
-
-
-def other_layout(kept: Mapping[str, object], parsed, world_size: int) -> str:
-    """Return what to type for a layout of so many ranks that takes the run's batch and shape.
-
-    Settings that only say how the work is done change if they must, as few of them as possible.
-    """
-    saved = {name: kept[name] for name in ("schedule", "zero", "num_microbatches") if name in kept}
-    others = {"schedule": ["1f1b"], "zero": [0], "num_microbatches": divisors(kept["batch_size"])}
-    values = (dict.fromkeys((value, *others[name])) for name, value in saved.items())
-    ways = [dict(zip(saved, way, strict=True)) for way in product(*values)]
-    for way in sorted(ways, key=lambda way: sum(way[name] != saved[name] for name in saved)):
-        for one in layouts(over({**kept, **way}, parsed), world_size):
-            with suppress(UserError):
-                words = typed_layout(vars(resolve(one, world_size)[0].grid))
-                new = [f" {flag(name)} {way[name]}" for name in saved if way[name] != saved[name]]
-                return f"add {words}{''.join(new)}"
-    return f"no layout of {world_size} takes its batch size and shape; start as many as before"
+    return over({name: value for name, value in saved.items() if name not in dropped}, parsed)
 
 
 def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
@@ -324,11 +278,9 @@ def start_problems(start: Start):
     def problems(config) -> list[str]:
         if max(config.train.steps, 0) >= start.step:  # a negative number is refused elsewhere
             return []
+        cure = f"use {start.step} or more, or evaluate its weights with --steps 0 --init-from"
         return [
-            (
-                f"--steps {config.train.steps}: the checkpoint is already of step {start.step};"
-                f" use {start.step} or more, or evaluate its weights with --steps 0 --init-from"
-            )
+            f"--steps {config.train.steps}: the checkpoint is already of step {start.step}; {cure}"
         ]
 
     return problems, UsageError
@@ -365,15 +317,15 @@ def agreed_sources(session, start: Start, inputs) -> Sources:
     return Sources(inputs.config.run.init_from or "", digest, first, found)
 
 
-def agreed_folder(session, start: Start, inputs, sources: Sources) -> tuple[Path, dict[str, bytes]]:
-    """Return the run folder, new or ready to resume in, and what world rank 0 wrote to it.
+def agreed_folder(session, start: Start, inputs, sources: Sources) -> Path:
+    """Return the run folder, new or ready to resume in.
 
     World rank 0 alone writes. Comm: an agreement; the folder's name from world rank 0.
     """
 
-    def made() -> tuple[Path | None, dict[str, bytes]]:
+    def made() -> Path | None:
         if session.world.rank > 0:
-            return None, {}
+            return None
         source = sources.resumed or sources.init_from
         folder = tokenizer_folder(source) if source else None
         beside = read_tokenizer_files(folder, inputs.tokenizer)
@@ -381,8 +333,7 @@ def agreed_folder(session, start: Start, inputs, sources: Sources) -> tuple[Path
             return make_run_folder(inputs.config, session, sources, beside)
         return resume_in(start, inputs.config, session, beside)
 
-    folder, written = session.agree(made)
-    return Path(broadcast_text(session.world, str(folder))), written
+    return Path(broadcast_text(session.world, str(session.agree(made))))
 
 
 def check_begin(start: Start, found: Mapping[str, object], arrays, weights: str) -> None:
@@ -452,16 +403,8 @@ def _of_all(facts: list[dict], folder: str) -> list[str]:
     if problems := next(filter(None, (fact["problems"] for fact in facts)), []):
         return problems
     others = [place for place, fact in enumerate(facts) if fact["digest"] != facts[0]["digest"]]
-    return (
-        [
-            (
-                f"{folder}: rank {others[0]} has another checkpoint of this name than rank 0; give"
-                " all hosts the same files"
-            )
-        ]
-        if others
-        else []
-    )
+    text = "has another checkpoint of this name than rank 0; give all hosts the same files"
+    return [f"{folder}: rank {others[0]} {text}"] if others else []
 
 
 def layout_words(layout: Mapping[str, int], schedule: str) -> str:

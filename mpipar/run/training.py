@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -35,7 +36,7 @@ from mpipar.job.environment import host_name
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline.check import check
 from mpipar.run import finish, report, resume
-from mpipar.run.auto import legal_layouts, with_choice
+from mpipar.run.auto import with_best_layout
 from mpipar.run.folder import (
     CHECKPOINTS,
     EVALUATIONS,
@@ -46,11 +47,10 @@ from mpipar.run.folder import (
     full_disk_is_an_output_error,
     keep,
     truncate_after,
-    whereabouts,
     write_result,
 )
 from mpipar.run.inputs import prepare
-from mpipar.run.memory_limit import MemoryLimit
+from mpipar.run.memory_limit import memory_limit
 from mpipar.study.explain.predict import predict
 from mpipar.study.schedules import draw
 from mpipar.study.schedules.costs import Costs
@@ -72,7 +72,7 @@ def run(session, parsed, machine_path: str | None = None) -> int:
         return EXIT_OK
     with full_disk_is_an_output_error(training.folder), training.open_files():
         training.describe()
-        with MemoryLimit(training.config, training.inputs.ops, training.recorder):
+        with memory_limit(training.config, training.inputs.ops):
             training.allocate()
             with session.watch.follow_records(
                 training.recorder, training.worker.comms, training.written_bytes
@@ -96,7 +96,7 @@ class Run:
         """Check all that can be checked, choose the layout, create the run folder.
 
         Return False if --resume names a run that has ended, so that there is nothing to do.
-        Comm: that of the functions of `resume`, and of `with_choice`.
+        Comm: agreements, and that of the functions of `resume`.
         """
         session, world = self.session, self.world
         self.start = start = resume.agreed_start(session, parsed.config.run)
@@ -106,10 +106,10 @@ class Run:
             machine_path = None  # saved settings are kept: there is nothing to choose
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
             checks.append((folder_problems, UsageError))
-        choices = session.agree(lambda: legal_layouts(parsed, world.size))
+        parsed = session.agree(lambda: with_best_layout(parsed, world.size, machine_path))
         inputs = session.agree(
             lambda: prepare(
-                choices[0],
+                parsed,
                 world.size,
                 session.host_rank,
                 checks,
@@ -126,11 +126,10 @@ class Run:
             return False
         sources = resume.agreed_sources(session, start, inputs)
         self.fingerprint = sources.data
-        inputs = resume.after(start, inputs)
-        self.inputs = with_choice(session, inputs, choices, machine_path)
+        self.inputs = resume.after(start, inputs)
         self.config = self.inputs.config
         self.grid = Grid.of(self.config.grid, world.rank)
-        self.folder, self.written = resume.agreed_folder(session, start, self.inputs, sources)
+        self.folder = resume.agreed_folder(session, start, self.inputs, sources)
         session.use_folder(self.folder)
         return True
 
@@ -201,8 +200,10 @@ class Run:
             events = self.files.enter_context(closing(Events(self.folder, self.first)))
         self.growing = [one for one in (metrics, evaluations, events) if one is not None]
         self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics, events)
-        self.evaluation = finish.Evaluation(self.worker, self.inputs, self.log, evaluations, events)
-        saver = Saver(
+        self.evaluations = evaluations, events
+        held_out = rows.evaluated(self.inputs.held_out, config)
+        self.held_out = rows.Rows(self.worker.ops, held_out, config, self.grid)
+        self.saver = Saver(
             self.worker,
             self.folder / CHECKPOINTS,
             keep=config.run.keep_checkpoints,
@@ -212,8 +213,7 @@ class Run:
             **({"watch": partial(watched, "checkpoint")} if self.log.speaks else {}),
         )
         if self.start.newest:
-            saver.saved = self.first - 1  # this folder already has that checkpoint
-        self.saving = Saving(saver, config.run, self.before_save, self.log)
+            self.saver.saved = self.first - 1  # this folder already has that checkpoint
         if config.run.init_from or self.start.candidates:
             self.check_replicas(self.first - 1, True)
         recorder.reset_counters()
@@ -263,17 +263,14 @@ class Run:
                     self.report(f"failed in step {step} of {steps}")
                     raise
                 session.where = lambda step=step: f"evaluation after step {step}"
-                if self.evaluation.after_step(
-                    step
-                ):  # before a stop too: a resumed run starts after it
-                    self.metrics.skip()
+                if self.due(self.config.run.eval_interval, step) and step < steps:
+                    self.evaluate(step)  # before a stop too: a resumed run starts after it
                 if result.votes.stop:
                     self.stopped = True
                     break
                 session.where = lambda step=step: f"step {step}"
-                if step < steps and self.saving.after_step(step, result.votes):
-                    session.save_requested = session.save_requested and not result.votes.save
-                    self.metrics.skip()
+                if step < steps:
+                    self.save_after(step, result.votes)
         self.seconds = perf_counter() - start
         if self.tracer.finish():
             self.log(
@@ -290,9 +287,7 @@ class Run:
     def votes(self) -> StepVotes:
         """Return what this rank tells the others in a step."""
         session = self.session
-        return StepVotes(
-            session.stop_requested, session.save_requested, self.saving.saver.written()
-        )
+        return StepVotes(session.stop_requested, session.save_requested, self.saver.written())
 
     def show_step(self, result) -> None:
         """Record a step, and print it if it is time to. Comm: that of `Metrics.flush`."""
@@ -314,7 +309,7 @@ class Run:
         That is after loading, and before the last save. Comm: see `Replicas.check`.
         """
         every = self.config.run.check_replicas
-        if every and (now or step % every == 0):
+        if every and (now or self.due(every, step)):
             self.replicas.check(step)
             self.metrics.skip()
 
@@ -328,31 +323,103 @@ class Run:
             self.log(text)
         return lines
 
-    def before_save(self) -> None:
-        """Write the lines of all steps so far, and check the weights.
+    @staticmethod
+    def due(every: int, step: int) -> bool:
+        """Return whether this step is one of every so many; 0: none is."""
+        return bool(every) and step % every == 0
 
-        Comm: that of `flush` and of `Worker.check_weights`.
+    def evaluate(self, step: int) -> tuple[float, int]:
+        """Return (mean held-out loss, number of tokens); evaluations.jsonl gets them too.
+
+        The loss depends on the weights alone, and nothing changes that a step reads.
+        Comm: that of `Worker.evaluate`.
+        """
+        start = perf_counter()
+        loss, count = self.worker.evaluate(self.held_out)
+        seconds = perf_counter() - start
+        line = {"step": step, "held_out_loss": loss, "tokens": count, "seconds": seconds}
+        file, events = self.evaluations
+        if file is not None:
+            file.write(json.dumps(line) + "\n")
+        if events is not None:
+            events.add(line)
+        if step < self.config.train.steps:
+            self.log(
+                f"step {step}: held-out loss {loss:.4f} nats per token over {count:,}"
+                f" tokens, {seconds:.2f} s"
+            )
+        self.metrics.skip()
+        return loss, count
+
+    def save_after(self, step: int, votes) -> None:
+        """Commit what all ranks have written, and save if it is time or a rank asks for it.
+
+        Comm: that of `attempt`.
+        """
+        due = votes.save or self.due(self.config.run.save_interval, step)
+        if not (due or votes.written):
+            return
+        with self.recorder.at("save"):
+            if votes.written:
+                self.attempt(self.saver.commit)
+            if due:
+                self.attempt(lambda: self.save(step))
+        self.session.save_requested = self.session.save_requested and not votes.save
+        self.metrics.skip()
+
+    def attempt(self, function) -> None:
+        """Call a function that commits a save, and print what it has cost.
+
+        If it fails, all ranks warn, and the next save tries again.
+        """
+        saver, before, blocked = self.saver, self.saver.saved, self.saver.blocked_seconds
+        try:
+            function()
+        except OutputError as error:
+            self.log(f"WARNING: {error}; the next save tries again")
+        if saver.saved == before:
+            return
+        if self.config.run.save_async:  # a later save may have begun, and blocked another time
+            cost = f"{blocked:.2f} s blocked, {saver.write_seconds:.2f} s beside training"
+        else:
+            cost = f"{saver.blocked_seconds:.2f} s blocked"
+        self.log(f"saved step {saver.saved}: {cost}")
+
+    def save(self, step: int) -> None:
+        """Save the whole state; with --save-async it is written while the next steps run.
+
+        All lines so far are written first, so that what precedes a checkpoint never needs its steps
+        repeated, and weights that are not finite are refused.
+        Raises OutputError on every rank. Comm: that of `flush`, `Worker.check_weights` and `Saver`.
         """
         self.flush()
         self.worker.check_weights(self.last)
+        self.saver.save(step)
 
     def keep_folder(self) -> None:
         """Sync all lines to disk, in a folder that is still this run's. World rank 0 only."""
-        for note in keep(
-            self.folder, self.written, self.session.held, (self.log.file, *self.growing)
-        ):
+        for note in keep(self.folder, self.session.held, (self.log.file, *self.growing)):
             self.log(note)
 
     def save_last(self) -> None:
         """Write checkpoint and weights; when any rank returns, they are on disk.
 
         A run of no steps has the weights that it was given, and writes none.
-        Comm: that of `Saving.save_last`; see `checkpoint.stream`; a barrier over the world.
+        Comm: that of `save`; see `checkpoint.stream`; a barrier over the world.
         """
         if self.last == 0:
             return
+
+        def save_state():
+            self.attempt(self.saver.commit)
+            if self.saver.saved != self.last:
+                start = perf_counter()
+                self.save(self.last)
+                self.saver.finish()
+                self.log(f"\nsaved step {self.last}: {perf_counter() - start:.2f} s blocked")
+
         with self.recorder.at("save"):
-            self.session.agree(lambda: self.saving.save_last(self.last))
+            self.session.agree(save_state)
             checkpoint.save(self.worker, self.folder / WEIGHTS)
             self.worker.comms.world.barrier("save.written")
         self.session.saved = str(self.folder / WEIGHTS)  # a signal from here on loses nothing
@@ -362,7 +429,7 @@ class Run:
 
         They grow on a slow disk even while this rank waits for another one.
         """
-        written = self.saving.saver.moved()
+        written = self.saver.moved()
         with suppress(OSError):  # a file may be renamed at this moment
             written += sum(file.stat().st_size for file in os.scandir(self.folder / WEIGHTS))
         return written
@@ -390,87 +457,24 @@ class Run:
         self.session.where = lambda: "evaluation"
         if self.session.stop_requested:  # too late for a step: during the last save
             self.session.fail(KeyboardInterrupt("stopped on request"))
-        took = f" in {self.seconds:.1f} s"
-        if self.first > 1:
-            took = f", after step {self.first - 1}{took}"
-        found, compare = finish.show_decoder(
-            self.worker, self.inputs, lambda: self.evaluation.loss(self.last), self.log, took
-        )
+        loss, count = self.evaluate(self.last)
+        found, trained = f"{loss:.4f} nats per token over {count:,} tokens", ""
+        if steps:
+            after = f", after step {self.first - 1}" if self.first > 1 else ""
+            tokens = self.worker.num_tokens * steps
+            trained = f" (trained on {tokens:,} tokens{after} in {self.seconds:.1f} s)"
+        self.log(f"\nheld-out loss {found}{trained}")
+        finish.show_text(self.worker, self.inputs, self.log)
         if self.log.speaks:
             self.keep_folder()
-            write_result(self.folder, {"step": self.last} | found)
+            write_result(self.folder, {"step": self.last, "held_out_loss": loss})
         code = self.session.leave_mpi(EXIT_OK)
-        compare()
+        if self.log.speaks:
+            finish.compare_with_bigrams(self.inputs, loss, count, self.log)
         self.log()
         self.report(f"ended after step {self.last}")
         if self.log.speaks:
-            self.log(whereabouts(self.folder, trained=self.last > 0))
+            weights = "weights, checkpoints, " if self.last else ""
+            files = f"{weights}metrics, report.html, config.toml and log.txt"
+            self.log(f"{files} are in {self.folder}")
         return code
-
-
-class Saving:
-    """The saves of one run; every rank calls the same methods at the same step.
-
-    saver: what writes. run: the RunConfig. before(): runs before each save. It writes all metrics
-    so far to disk, so that what precedes a checkpoint never needs its steps repeated, and refuses
-    weights that are not finite.
-    """
-
-    def __init__(self, saver, run, before, log):
-        self.saver, self.run, self.before, self.log = saver, run, before, log
-
-    def after_step(self, step: int, votes) -> bool:
-        """Commit what all ranks have written, and save if it is time or a rank asks for it.
-
-        A failure is reported, and the next save tries again. Return whether there was work to do.
-        Comm: that of `Saver`.
-        """
-        due = votes.save or (self.run.save_interval and step % self.run.save_interval == 0)
-        if not (due or votes.written):
-            return False
-        with self.saver.worker.recorder.at("save"):
-            if votes.written:
-                self.attempt(self.saver.commit)
-            if due:
-                self.attempt(lambda: self.save(step))
-        return True
-
-    def attempt(self, function) -> None:
-        """Call a function that commits a save, and print what it has cost.
-
-        If it fails, warn, in the same way on every rank.
-        """
-        saver, before, blocked = self.saver, self.saver.saved, self.saver.blocked_seconds
-        try:
-            function()
-        except OutputError as error:
-            self.log(f"WARNING: {error}; the next save tries again")
-        if saver.saved == before:
-            return
-        if self.run.save_async:  # a later save may have begun, and blocked for another time
-            self.log(
-                f"saved step {saver.saved}: {blocked:.2f} s blocked,"
-                f" {saver.write_seconds:.2f} s beside training"
-            )
-        else:
-            self.log(f"saved step {saver.saved}: {saver.blocked_seconds:.2f} s blocked")
-
-    def save(self, step: int) -> None:
-        """Save the whole state; with --save-async it is written while the next steps run.
-
-        Raises OutputError on every rank. Comm: that of before() and `Saver`.
-        """
-        self.before()
-        self.saver.save(step)
-
-    def save_last(self, step: int) -> None:
-        """Save the state after the last step, unless a checkpoint has it; wait until it is written.
-
-        Raises OutputError on every rank. Comm: that of `save`.
-        """
-        self.attempt(self.saver.commit)
-        if self.saver.saved != step:
-            start = perf_counter()
-            self.save(step)
-            self.saver.finish()
-            self.log(f"\nsaved step {step}: {perf_counter() - start:.2f} s blocked")
