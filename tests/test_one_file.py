@@ -1,13 +1,13 @@
 """docs/examples/one_file.py gives the losses of `mpipar train`, on every layout."""
 
-import json
 import re
 import sys
 
+import numpy as np
 import pytest
 from helpers import run_ranks
 from in_process import alone
-from program import LIMIT, REPOSITORY, environment, metrics
+from program import LIMIT, REPOSITORY, environment
 
 FILE = REPOSITORY / "docs" / "examples" / "one_file.py"
 LAYOUTS = {"1,1,1": 1, "1,2,1": 2, "2,1,2": 4, "1,2,2": 4}
@@ -31,19 +31,11 @@ COMMON = (
     "--sample-tokens",
     0,
 )
-PROGRAM = """
-import json, runpy, sys
-file, layout, steps, weights = sys.argv[1:]
-one_file = runpy.run_path(file)
-losses = one_file["train"](map(int, layout.split(",")), int(steps), weights)
-if one_file["WORLD"].rank == 0:
-    print("losses", json.dumps(losses))
-"""
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
-    """(a file of weights that have been trained for a step, the package's losses from there)."""
+    """(a file of weights that have been trained for a step, the package's run from there)."""
     folder = tmp_path_factory.mktemp("one_file")
     first, second = folder / "first", folder / "second"
     for out, more in (
@@ -51,9 +43,7 @@ def reference(tmp_path_factory):
         (second, ("--steps", STEPS, "--init-from", first / "weights")),
     ):
         alone("train", "--out", out, *COMMON, *more).ended()
-    return first / "weights" / "model.safetensors", [
-        line["loss"] for line in metrics(second) if "loss" in line
-    ]
+    return first / "weights" / "model.safetensors", second
 
 
 @pytest.mark.parametrize(
@@ -61,11 +51,13 @@ def reference(tmp_path_factory):
     [pytest.param(layout, marks=[pytest.mark.slow] * (layout not in QUICK)) for layout in LAYOUTS],
 )
 def test_losses_are_those_of_the_package(reference, layout):
-    weights, expected = reference
-    program = [sys.executable, "-c", PROGRAM, str(FILE), layout, str(STEPS), str(weights)]
-    done = run_ranks(LAYOUTS[layout], program, LIMIT, environment()).ended()
-    (found,) = re.findall(r"^losses (.*)$", done.stdout, re.MULTILINE)
-    assert json.loads(found) == pytest.approx(expected, rel=1e-12, abs=0)
+    weights, run = reference
+    program = [sys.executable, FILE, "--layout", layout, "--weights", weights, "--compare", run]
+    done = run_ranks(LAYOUTS[layout], list(map(str, program)), LIMIT, environment()).ended()
+    found = re.findall(r"^step +\d+  loss (\S+)  mpipar (\S+)$", done.stdout, re.MULTILINE)
+    assert len(found) == STEPS
+    ours, theirs = np.array(found, float).T
+    assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
 
 
 def test_it_names_files_that_exist():

@@ -75,7 +75,7 @@ FIXED = {
     "layers": ("3", "2"),
     "heads": ("4", "2"),
     "vocab-size": ("300", "256"),
-    "warmup-steps": ("3", "20"),
+    "warmup-steps": ("3", "60"),
 }
 
 

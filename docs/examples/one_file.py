@@ -4,11 +4,17 @@
     mpiexec -n 4 python docs/examples/one_file.py --layout 2,1,2   # dp 2 x tp 2
 
 Each layer returns y and a function that computes dx from dy; comments name the matching file of
-mpipar. On every layout the losses equal those of `mpipar train` with the same weights and rows.
+mpipar. On every layout the losses equal those of `mpipar train` with the same weights and rows:
+
+    mpipar train --steps 1 --out a
+    mpipar train --init-from a/weights --out b --steps 9 --lr 1e-3 --lr-schedule constant --clip 0
+    python docs/examples/one_file.py --weights a/weights/model.safetensors --compare b
+
 Letters: B rows, T tokens of a row, L blocks, D width, H heads, F width of the FFN, V vocabulary.
 """
 
 import argparse
+import json
 import os
 import time
 
@@ -19,7 +25,7 @@ from mpi4py import MPI
 
 L, D, H, T, V, F, EPS = 4, 128, 4, 64, 256, 512, 1e-5
 ROWS, MICROBATCHES = 16, 4  # of a step over all ranks, and of a pipeline
-LR, WARM_UP, BETA1, BETA2, ADAM_EPS, DECAY = 1e-3, 20, 0.9, 0.95, 1e-8, 0.1
+LR, WARM_UP, BETA1, BETA2, ADAM_EPS, DECAY = 1e-3, 60, 0.9, 0.95, 1e-8, 0.1
 WORLD, WAITED = MPI.COMM_WORLD, {}  # name of a barrier: [calls, bytes, seconds]
 SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # mpipar/comm/launcher.py
 if WORLD.size == 1 and any(os.environ.get(name, "1") != "1" for name in SIZES):
@@ -290,8 +296,8 @@ def batch_of(tokens, number, grid):  # mpipar/data/rows.py
     return rows.reshape(MICROBATCHES, grid.dp.size, -1, T + 1)[:, grid.d]
 
 
-def train(layout, steps, path=None):  # mpipar/run/training.py
-    """Train on Python's own documentation; return the loss of each step."""
+def train(layout, steps, path=None, theirs=()):  # mpipar/run/training.py
+    """Train on Python's own documentation; print losses, beside `theirs` where they are given."""
     from pydoc_data.topics import topics
 
     tokens = np.frombuffer("\n".join(topics[name] for name in sorted(topics)).encode(), np.uint8)
@@ -302,11 +308,12 @@ def train(layout, steps, path=None):  # mpipar/run/training.py
         total = all_reduce(WORLD, np.array(loss * float(grid.t == 0)), "loss")
         losses.append(float(total) / (ROWS * T))
         stage.adamw(number)
-        if WORLD.rank == 0 and (number == 1 or number % 10 == 0):
+        if WORLD.rank == 0 and theirs:
+            print(f"step {number:4}  loss {losses[-1]:.13f}  mpipar {theirs[number - 1]:.13f}")
+        elif WORLD.rank == 0 and (number == 1 or number % 10 == 0):
             print(f"step {number:4}  loss {losses[-1]:.4f}", flush=True)
     for name, (calls, num_bytes, seconds) in WAITED.items() if WORLD.rank == 0 else ():
         print(f"{name:17} {calls:6} calls {num_bytes / 1e6:9.2f} MB {seconds:7.2f} s")
-    return losses
 
 
 if __name__ == "__main__":
@@ -320,5 +327,10 @@ if __name__ == "__main__":
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--weights", help="a safetensors file with GPT-2's names")
-    args = parser.parse_args()
-    train(map(int, args.layout.split(",")), args.steps, args.weights)
+    parser.add_argument("--compare", metavar="RUN", help="a run of `mpipar train` from --weights")
+    args, theirs = parser.parse_args(), ()
+    if args.compare:
+        with open(os.path.join(args.compare, "metrics.jsonl")) as file:
+            theirs = [json.loads(line)["loss"] for line in file]
+    steps = len(theirs) or args.steps
+    train(map(int, args.layout.split(",")), steps, args.weights, theirs)

@@ -19,7 +19,7 @@ class TrainConfig:
     )
     optimizer: str = setting("adamw", "update rule", choices=("adamw", "sgd"))
     lr: float = setting(3e-3, "peak learning rate", above=0.0)
-    warmup_steps: int = setting(20, "steps of linear learning-rate warm-up", low=0)
+    warmup_steps: int = setting(60, "steps of linear learning-rate warm-up", low=0)
     lr_schedule: str = setting(
         "cosine",
         "learning rate after the warm-up: cosine or linear = decays until the last step;"
