@@ -49,23 +49,6 @@ def test_results_name_functions_that_exist():
         assert results.unknown_places(text) == [], file
 
 
-def test_a_line_becomes_its_function_and_columns_stay(tmp_path):
-    (tmp_path / "mpipar").mkdir()
-    (tmp_path / "mpipar" / "a.py").write_text(
-        "class A:\n    def send(self):\n        1\n\n    def wait(self):\n        2\n"
-    )
-    table = "place          calls\nmpipar/a.py:3      2\nmpipar/a.py:6     10\n\nother    1"
-    assert results.by_function(table, tmp_path) == (
-        "place             calls\nmpipar/a.py:send      2\nmpipar/a.py:wait     10\n\nother    1"
-    )
-    with pytest.raises(LookupError):
-        results.by_function("mpipar/a.py:1", tmp_path)
-    assert results.unknown_places("mpipar/a.py:send mpipar/a.py:gone mpipar/b.py", tmp_path) == [
-        "mpipar/a.py:gone",
-        "mpipar/b.py",
-    ]
-
-
 def test_the_path_of_a_step_is_as_long_as_the_pages_say():
     """Run bench.reading_path again when the files that a step opens have changed much."""
     result = json.loads((REPOSITORY / "bench/results/reading_path.json").read_text())
@@ -118,15 +101,6 @@ def test_every_picture_belongs_to_a_page():
         for block in blocks_of(page, pages.read_page(page))
         if block.kind == "picture"
     }
-
-
-def test_every_picture_has_a_text_and_follows_the_page():
-    for path in (REPOSITORY / pictures.FOLDER).glob("*.svg"):
-        text = path.read_text()
-        assert "<title>" in text, path
-        assert "prefers-color-scheme: dark" in text, path
-        assert re.search(r"viewBox=\"0 0 \d", text), path
-        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), path
 
 
 def test_the_map_has_a_line_for_every_file():

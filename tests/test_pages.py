@@ -1,4 +1,4 @@
-"""README.md and docs/: the words are plain, links lead somewhere, commands can be typed.
+"""README.md and docs/: links lead somewhere, commands can be typed.
 
 The broken twins below are pages that must be caught. What bench.docs writes: test_docs.py.
 """
@@ -7,11 +7,9 @@ import contextlib
 import re
 import shlex
 import socket
-import struct
 from pathlib import Path
 
 import pytest
-from english import NO_TEXT, clumsy_words, page_paragraphs
 from helpers import REPOSITORY
 from program import mpipar
 
@@ -25,7 +23,6 @@ from mpipar.config import flags
 from mpipar.config.reading import read_arguments
 from mpipar.errors import EXIT_CODES, UsageError
 from mpipar.job.session import Session
-from mpipar.pipeline.schedules.catalog import SCHEDULES
 
 PAGES = {str(path): docs_pages.read_page(path) for path in docs_pages.pages()}
 README = PAGES["README.md"]
@@ -51,17 +48,18 @@ SESSIONS = [
     )
 ]
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+# Parts without sentences: fenced code, what bench.docs generates, comments, pictures.
+NO_TEXT = re.compile(
+    r"^```.*?^```$|<!-- (?:run|measured|code|result|picture|table|map): "
+    r".*?<!-- end -->|<!--.*?-->|!\[[^]]*\]\([^)]*\)",
+    re.DOTALL | re.MULTILINE,
+)
 README_COMMAND = re.compile(r"<!-- command: (\w+) -->\n```bash\n")
 
 
 def test_exit_codes_are_those_of_the_program():
     rows = re.findall(r"^\| (\d+) \| ([^|]*) \|$", PAGES["docs/failures.md"], re.MULTILINE)
     assert {int(code): meaning for code, meaning in rows} == EXIT_CODES
-
-
-def test_every_schedule_is_listed():
-    page = PAGES["docs/schedules.md"].split("## The schedules")[1].split("## ")[0]
-    assert re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE) == list(SCHEDULES)
 
 
 def test_columns_are_those_of_the_program():
@@ -74,44 +72,6 @@ def test_columns_are_those_of_the_program():
     assert len(tables) >= 5
     assert len(names) > 50
     assert [name for name in names if name not in sources] == []
-
-
-# --- form
-
-
-def test_the_readme_is_for_newcomers():
-    lines = README.splitlines()
-    assert len(lines) <= 150
-    assert max(len(line) for line in lines if not line.startswith(("|", "!["))) <= 120
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_pages_are_plain_english(name):
-    found = clumsy_words(page_paragraphs(PAGES[name]))
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    "page",
-    ["A run goes on.", "- one\n- a run goes\n  on", "[goes on](docs/map.md)", "# It goes on"],
-)
-def test_a_clumsy_word_is_found(page):
-    assert len(clumsy_words(page_paragraphs(page))) == 1
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        "```\ngoes on\n```",
-        "| goes on |",
-        "`goes on`",
-        "<!-- goes on -->",
-        "![goes on](a.png)",
-        "It goes. On we go.",
-    ],
-)
-def test_code_and_tables_do_not_count(page):
-    assert not clumsy_words(page_paragraphs(page))
 
 
 def test_every_scenario_has_a_command_and_an_answer():
@@ -129,7 +89,7 @@ def test_every_scenario_has_a_command_and_an_answer():
         assert re.search(r"\]\([\w/.#-]+\)", answer), title
 
 
-# --- links and the picture
+# --- links
 
 
 def anchors(page):
@@ -178,16 +138,6 @@ def test_every_page_can_be_reached_from_the_readme():
     assert sorted(set(PAGES) - reached) == []
 
 
-def test_the_picture_is_small():
-    """tests/test_pages_look.py makes it."""
-    picture = (REPOSITORY / "docs" / "report.png").read_bytes()
-    assert picture.startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(picture) <= 200 * 1024
-    width, height = struct.unpack(">II", picture[16:24])
-    assert 1000 <= width <= 1600
-    assert 400 <= height <= 1600
-
-
 # --- commands
 
 
@@ -217,7 +167,7 @@ def sources_of(module):
 
 def command_problem(command):
     """The problem of a command of a page, None if it can be typed as it stands."""
-    words = shlex.split(command)
+    words = shlex.split(command.partition(" > ")[0])
     if re.search(r"mpiexec(\.\w+)?$", words[0]):
         words = words[words.index("-n") + 2 :]
     if not words:  # `mpiexec -n 4` alone: what to put before a command

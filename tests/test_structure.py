@@ -7,7 +7,6 @@ import runpy
 import sys
 
 import pytest
-from english import clumsy_words, docstring_paragraphs, docstrings, not_imperative
 from helpers import REPOSITORY, run_command
 from program import LIMIT, environment
 from structure_rules import (
@@ -74,78 +73,6 @@ def test_what_needs_no_mpi_does_not_load_it(words):
     result = run_command([sys.executable, "-c", code], LIMIT, environment())
     assert result.returncode == 0, result.tail()
     assert result.stdout.endswith("nothing loaded\n")
-
-
-def docstring_problems(name, source):
-    """Words that are no English of this field, and lines that say that nothing is sent."""
-    found = []
-    for line, text in docstrings(source):
-        found += [
-            f"{name}:{line}: {problem}" for problem in clumsy_words(docstring_paragraphs(text))
-        ]
-        if "Comm: none" in text:
-            found.append(f"{name}:{line}: says Comm: none; leave that out")
-    return found
-
-
-def python_files(folder):
-    """The Python files below a folder of the repository."""
-    # A whole check keeps environments with other people's files in .ci/scratch.
-    return [
-        path.relative_to(REPOSITORY)
-        for path in sorted((REPOSITORY / folder).rglob("*.py"))
-        if "scratch" not in path.relative_to(REPOSITORY).parts
-    ]
-
-
-@pytest.mark.parametrize("folder", ["mpipar", "bench", "tests", ".ci", "docs"])
-def test_docstrings_are_plain_english(folder):
-    found = [
-        problem
-        for path in python_files(folder)
-        for problem in docstring_problems(path, (REPOSITORY / path).read_text())
-    ]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize("folder", ["mpipar", "bench"])
-def test_docstrings_of_public_functions_are_imperative(folder):
-    found = [
-        f"{path}:{line}: {text}"
-        for path in python_files(folder)
-        for line, text in not_imperative((REPOSITORY / path).read_text())
-    ]
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    ("docstring", "count"),
-    [
-        ("Runs go on.", 1),
-        ("Short.\n\n    it goes on\n\nEnd.", 0),
-        ("A step\ngoes\non.", 1),
-        ("Short.\n\n    Comm: none", 1),
-        ("Comm: an all_reduce", 0),
-    ],
-)
-def test_a_clumsy_docstring_is_found(docstring, count):
-    lines = docstring.replace("\n", "\n    ")
-    source = f'def f():\n    """{lines}"""\n'
-    assert len(docstring_problems("x.py", source)) == count
-
-
-@pytest.mark.parametrize(
-    ("function", "count"),
-    [
-        ('def f():\n    """The sum."""', 1),
-        ('def f():\n    """Return the sum."""', 0),
-        ('def _f():\n    """The sum."""', 0),
-        ('class C:\n    @property\n    def f(self):\n        """The sum."""', 0),
-        ('class C:\n    def f(self):\n        """Whether it is."""', 1),
-    ],
-)
-def test_a_docstring_that_names_a_thing_is_found(function, count):
-    assert len(not_imperative(function)) == count
 
 
 LAYER = """
