@@ -69,7 +69,8 @@ def make_wire(transport: str, ops, mpi):
             "--transport nccl needs NCCL, which CuPy cannot load here: install"
             " it with pip install '.[cuda]', or use --transport staged"
         )
-    return with_half_precision(WIRES[transport](ops, mpi, Options(reach=mpi.size)), ops, mpi.size)
+    made = WIRES[transport](ops, mpi, Options(reach=mpi.size))
+    return with_half_precision(made, ops, mpi.size, mpi.rank)
 
 
 def make_group(groups, axis: str, transport: str, ops, world, recorder) -> Group:

@@ -38,11 +38,12 @@ def connect(
     same order, even a rank that is alone in its group. In the group, that of `transport_of`.
     """
     if mpi_world is None:
-        return with_half_precision(ShapesTransport(ops), ops, len(ranks))
+        return with_half_precision(ShapesTransport(ops), ops, len(ranks), 0)
     mpi_comm = split(mpi_world, ranks)
     if len(ranks) == 1 or options.all_reduce == "levels":  # levels are groups of their own
         options = options._replace(all_reduce="mpi")
-    return with_half_precision(transport_of(ops, mpi_comm, options), ops, len(ranks))
+    transport = transport_of(ops, mpi_comm, options)
+    return with_half_precision(transport, ops, len(ranks), mpi_comm.rank)
 
 
 def transport_of(ops: Any, mpi_comm: MPI.Intracomm, options: Options) -> Transport:
@@ -73,10 +74,11 @@ def has_nccl() -> bool:
     return bool(nccl.available)
 
 
-def with_half_precision(transport: Transport, ops: Any, group_size: int) -> Transport:
+def with_half_precision(transport: Transport, ops: Any, group_size: int, index: int) -> Transport:
     """Return the transport, wrapped for 16-bit numbers if the ops compute with them."""
-    narrow = ops.dtype.itemsize == 2
-    return HalfPrecisionTransport(transport, ops, group_size) if narrow else transport
+    if ops.dtype.itemsize > 2:
+        return transport
+    return HalfPrecisionTransport(transport, ops, group_size, index)
 
 
 def cuda_aware() -> str:

@@ -3,8 +3,8 @@
 This layer sits between a Comm and its transport. Data that only moves is sent as 16-bit integers.
 The parts of a sum also travel in 16 bits, which halves the bytes: an all-to-all gives each rank all
 ranks' parts of its chunk, the rank adds them in float32 and rounds once, and an all-gather joins
-the chunks. These are as many bytes as a ring all-reduce sends, and every rank ends up with the same
-numbers.
+the chunks. These are as many bytes as a ring all-reduce sends. Of a small array every rank gets all
+parts. In both cases they are added in the order of the group, so all ranks have the same numbers.
 
 Arrays of other types pass unchanged. Weight gradients are float32, and MPI sums them.
 """
@@ -17,18 +17,20 @@ from mpipar.comm.grid import chunk_size
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, Transport
 
+SMALL = 1 << 14  # bytes up to which every rank adds up whole arrays, in one collective
+
 
 class HalfPrecisionTransport:
-    """A transport for groups of `group_size` ranks whose ops have a 16-bit dtype."""
+    """A transport for groups of `group_size` ranks whose ops have a 16-bit dtype.
 
-    def __init__(self, transport: Transport, ops: Any, group_size: int):
+    index: this rank's place in the group.
+    """
+
+    def __init__(self, transport: Transport, ops: Any, group_size: int, index: int):
         self.transport, self.ops, self.group_size = transport, ops, group_size
-        self.barrier, self.max_tag, self.close = (
-            transport.barrier,
-            transport.max_tag,
-            transport.close,
-        )
-        self.zeros = transport.zeros
+        self.index = index
+        self.barrier, self.zeros = transport.barrier, transport.zeros
+        self.max_tag, self.close = transport.max_tag, transport.close
         self.carrier, self.in_order = transport.carrier, transport.in_order
 
     def _is_narrow(self, x: Array) -> bool:
@@ -47,14 +49,25 @@ class HalfPrecisionTransport:
             self.transport.all_reduce(x, op)
             return
         assert op == "sum", op
-        count = self.group_size
-        parts = self.ops.zeros((count, chunk_size(x.size, count)), label="buffers")
-        self.ops.copy(parts.reshape(-1)[: x.size], x.reshape(-1))
-        self.ops.synchronize()  # the parts are computed here, after Comm has drained the stream
-        own = self.reduce_scatter(parts)
+        if x.nbytes <= SMALL:
+            self.ops.add_parts(self.all_gather(x, self.group_size), x)
+            return
+        parts = self.chunks(x)
+        self.ops.add_parts(self.all_to_all(parts), parts[self.index])
         self.ops.synchronize()
-        whole = self.all_gather(own, self.group_size)
-        self.ops.copy(x.reshape(-1), whole.reshape(-1)[: x.size])
+        self.iall_gather(parts).Wait()
+        if parts.size > x.size:
+            self.ops.copy(x.reshape(-1), parts.reshape(-1)[: x.size])
+
+    def chunks(self, x: Array) -> Array:
+        """Return x as one chunk per rank: its own memory, or a zero-padded copy."""
+        if x.size % self.group_size == 0:
+            return x.reshape(self.group_size, -1)
+        length = chunk_size(x.size, self.group_size)
+        parts = self.ops.zeros((self.group_size, length), label="buffers")
+        self.ops.copy(parts.reshape(-1)[: x.size], x.reshape(-1))
+        self.ops.synchronize()  # they are computed here, after Comm has drained the stream
+        return parts
 
     def iall_reduce(self, x: Array) -> Request:
         assert not self._is_narrow(x), "gradients are summed in float32"
@@ -70,7 +83,8 @@ class HalfPrecisionTransport:
     def reduce_scatter(self, x: Array) -> Array:
         if not self._is_narrow(x):
             return self.transport.reduce_scatter(x)
-        return self.ops.add_parts(self.all_to_all(x))
+        parts = self.all_to_all(x)
+        return self.ops.add_parts(parts, self.ops.empty(x.shape[1:], x.dtype, label="buffers"))
 
     def reduce(self, x: Array, root: int) -> None:
         assert not self._is_narrow(x), "the cuts that reduce to one rank are float32 or float64"

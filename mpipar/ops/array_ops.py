@@ -160,10 +160,10 @@ class ArrayOps:
         x += y
         return x
 
-    @shapes("parts[P..] -> sum[..]")
-    def add_parts(self, parts: Array) -> Array:
-        """Return the sum of parts (P, ...) over its first dimension."""
-        return parts.sum(axis=0)
+    @shapes("parts[P..] total[..]+? -> total[..]")
+    def add_parts(self, parts: Array, total: Array | None = None) -> Array:
+        """Return the sum of parts (P, ...) over its first dimension, written to total if given."""
+        return parts.sum(axis=0, out=total)
 
     @shapes("x[..] -> total:host")
     def sum(self, x: Array) -> Any:
