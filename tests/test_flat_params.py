@@ -118,7 +118,7 @@ def test_every_data_rank_owns_an_equal_share(layout, level):
         longest = max(run.stop - run.start for _, run in flats[0].segments)
         assert level == 3 or longest <= 25  # 100 bytes
         assert level == 1 or len(flats[0].segments) == len(flats[0].units)
-    lengths = [flat.length(number) for flat in ranks[0] for number in range(len(flat.segments))]
+    lengths = [length for flat in ranks[0] for length in flat.lengths]
     assert level == 1 or max(lengths) > 25
 
 

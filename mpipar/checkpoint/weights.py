@@ -43,7 +43,7 @@ def shard_of(worker, flat, param, kind: str):
 
     Comm: if the data group shards it, one reduce over that group; other ranks then get None.
     """
-    shared = flat.sharding.level > 0 if kind == "grad" else flat.shares(kind)
+    shared = flat.level > 0 if kind == "grad" else flat.shares(kind)
     if not shared:
         return getattr(param, kind)
     ops = worker.ops
@@ -51,7 +51,7 @@ def shard_of(worker, flat, param, kind: str):
     pieces = flat.summed if kind == "grad" else flat.pieces(kind)
     for first, values in flat.parts(param, pieces):  # pieces are disjoint, so the sum is exact
         ops.copy(shard[first : first + values.size], values)
-    return flat.sharding.comm.reduce(shard.reshape(param.local_shape), 0, f"save.{param.name}")
+    return flat.group.reduce(shard.reshape(param.local_shape), 0, f"save.{param.name}")
 
 
 def stream(worker, kind: str):

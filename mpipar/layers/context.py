@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
-from mpipar.layers.flat import WHOLE, Sharding
+from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Copies
 from mpipar.layers.recompute import Recomputed
 from mpipar.partition import context_again, context_whole
@@ -44,8 +44,8 @@ class Context:
     of a stage's leading blocks that use activation recomputation. recompute_attention: the
     attention method of these blocks if they recompute only scores; None if they recompute
     everything from their input. dispatch: how tokens reach experts on other ranks. factor: of the
-    loss. sharding: what is sharded over the data group. copies: those of the stage's parameters.
-    tied: those of a table that the first and the last stage share.
+    loss. make_flat: makes a stage's flat buffers, see `flats_of`. copies: those of the stage's
+    parameters. tied: those of a table that the first and the last stage share.
     """
 
     ops: Any
@@ -56,7 +56,7 @@ class Context:
     recompute_attention: ContextCut | None = None
     dispatch: Dispatch = DISPATCHES["all-to-all"]
     factor: LossFactor = field(default_factory=LossFactor)
-    sharding: Sharding = WHOLE
+    make_flat: Callable[..., FlatParams] = FlatParams
     copies: Copies = ALONE
     tied: Copies = ALONE
 

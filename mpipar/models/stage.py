@@ -53,7 +53,7 @@ class LayerRun:
                 if param.name not in elsewhere and param.name not in own:
                     own[param.name] = param
                     param.unit = unit
-        self.flats = flats_of(context.ops, own.values(), context.sharding, context.comms)
+        self.flats = flats_of(own.values(), context.make_flat, context.ops, context.comms)
 
     @property
     def params(self) -> list[Param]:

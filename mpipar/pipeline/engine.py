@@ -81,7 +81,7 @@ class Gradients(Protocol):
 
 
 class Weights(Protocol):
-    """What gathers weights before a pass reads them, such as `layers.units.GatheredUnits`."""
+    """What gathers weights before a pass reads them, such as `train.zero.GatheredUnits`."""
 
     def enter(self, passing: Instr, unit: int) -> None: ...
     def leave(self, passing: Instr, unit: int) -> None: ...
@@ -103,7 +103,7 @@ class Engine:
 
     stages: {stage: Stage}. schedule: has rank_of(stage, mb). comm: the pipeline group. gradsync: is
     told when the gradients of a unit, or of a stage, are complete on this rank. weights: is told
-    when a pass enters and leaves a unit, see `layers/units.py`.
+    when a pass enters and leaves a unit, see `train/zero.py`.
     """
 
     def __init__(

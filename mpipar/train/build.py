@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,15 @@ from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ModelConfig
 from mpipar.config.sections import Config
 from mpipar.layers.context import Context, recompute_options
-from mpipar.layers.flat import Sharding
+from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Copies, Param
-from mpipar.layers.units import UNITS
 from mpipar.models.decoder import Stage
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Weights, WholeWeights
 from mpipar.pipeline.instructions import Instr, Schedule, lower, with_weights_kept
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.train.gradsync import GradSync, PieceSync, ScatterSync
+from mpipar.train.gradsync import GradSync
+from mpipar.train.zero import UNITS, PieceSync, ScatterSync, ShardedFlatParams
 
 
 def configured_schedule(grid_config: GridConfig) -> Schedule:
@@ -104,15 +105,11 @@ def stages_of(
     Each tensor has one owner: the rank that runs its first stage on microbatch 0.
     """
     memory, pp_rank = config.memory, comms.grid.place("pp")
-    sharding = Sharding(
-        memory.zero,
-        comms["data"] if memory.zero else comms.alone,
-        config.train.bucket_bytes // ops.statistics.itemsize,
-        memory.zero < 3,
-        comms["data"],
-    )
+    bucket = config.train.bucket_bytes // ops.statistics.itemsize
+    sharded = partial(ShardedFlatParams, level=memory.zero, bucket=bucket)
+    make_flat = sharded if memory.zero else FlatParams
     tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.rank_of(0, 0) == pp_rank)
-    context = Context(ops, comms, **recompute_options(config), sharding=sharding, tied=tied)
+    context = Context(ops, comms, **recompute_options(config), make_flat=make_flat, tied=tied)
     tables: dict[str, Param] = {}
     found = {}
     for stage in schedule.stages_of(pp_rank):
@@ -124,7 +121,7 @@ def stages_of(
     return found
 
 
-def gradient_sums(memory: MemoryConfig) -> type[GradSync]:
+def gradient_sums(memory: MemoryConfig) -> type[GradSync[Any]]:
     """Return the class that sums gradients, as --zero says."""
     if memory.zero == 3:
         return PieceSync

@@ -8,14 +8,14 @@ partial over a further group, such as the two ends of the pipeline that hold a t
 summed after everything else, over that group last, because an earlier sum would make one member
 wait for the other's backward pass.
 
-Where gradients are sharded over the data group (ZeRO), each rank gets the sums of its own pieces.
+Where gradients are sharded over the data group, `train/zero.py` sums them.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -24,12 +24,12 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.run import RunConfig
 from mpipar.layers.flat import FlatParams
-from mpipar.layers.units import largest, unit_segments, views_in
 from mpipar.models.stage import LayerRun
-from mpipar.ops.signature import Array
+
+Flat = TypeVar("Flat", bound=FlatParams)
 
 
-class GradSync:
+class GradSync(Generic[Flat]):
     """Owns the pending all-reduces of one step. It is the `Gradients` of an engine.
 
     comms: the groups of this rank. stages: {stage: Stage}.
@@ -44,10 +44,11 @@ class GradSync:
         bucket_bytes: int,
     ):
         self.ops, self.stages, self.comms, self.recorder = ops, stages, comms, recorder
+        self.flats_of = {
+            number: cast(list[Flat], stages[number].flats) for number in sorted(stages)
+        }
         # The order is the same on every rank: sums over further groups follow it.
-        self.flats: list[FlatParams] = [
-            flat for number in sorted(stages) for flat in stages[number].flats
-        ]
+        self.flats = [flat for flats in self.flats_of.values() for flat in flats]
         self.updated = [flat for flat in self.flats if not flat.sign_rate]  # by the optimizer
         self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
         self.pending: list[Pending] = []
@@ -58,7 +59,7 @@ class GradSync:
 
         Comm: that of `start_unit`, for each unit that has not been started.
         """
-        for unit in dict.fromkeys(unit for flat in self.stages[stage].flats for unit in flat.units):
+        for unit in dict.fromkeys(unit for flat in self.flats_of[stage] for unit in flat.units):
             if (stage, unit) not in self.started:
                 self.start_unit(stage, unit)
 
@@ -82,11 +83,11 @@ class GradSync:
         """
         self.started.add((stage, unit))
         with self.recorder.at("sync"):
-            for flat in self.stages[stage].flats:
+            for flat in self.flats_of[stage]:
                 if len(flat.groups) == 1 and unit in flat.units:
                     self.post(flat, unit)
 
-    def post(self, flat: FlatParams, unit: int) -> None:
+    def post(self, flat: Flat, unit: int) -> None:
         """Post a unit's sums over the data group. Comm: one all_reduce per bucket."""
         run, data = flat.units[unit], self.comms[flat.groups[-1]]
         if data.size == 1:
@@ -95,7 +96,7 @@ class GradSync:
             piece = flat.grad[first : min(first + self.bucket, run.stop)]
             self.pending.append(data.iall_reduce(piece, "grads.bucket"))
 
-    def post_late(self, flat: FlatParams) -> None:
+    def post_late(self, flat: Flat) -> None:
         """Post a buffer's sums over the data group after all others. Comm: one all_reduce."""
         self.pending.append(self.comms[flat.groups[-1]].iall_reduce(flat.grad, "grads.late"))
 
@@ -131,7 +132,7 @@ class GradSync:
             self.ops.fill(flat.grad, 0)
             flat.freshen(slice(0, flat.total))
 
-    def counts(self, flat: FlatParams) -> bool:
+    def counts(self, flat: Flat) -> bool:
         """Return whether this rank counts a buffer's sums: one rank of the data group does."""
         return self.comms[flat.groups[-1]].index == 0
 
@@ -163,90 +164,6 @@ class GradSync:
         for flat in self.updated:
             for summed in flat.summed:
                 self.ops.scale(summed, factor)
-
-
-class ScatterSync(GradSync):
-    """Each rank keeps whole gradients during a step, and the sums of its own pieces at its end.
-
-    All ranks of a further group own the same pieces of what they sum.
-    """
-
-    def counts(self, flat: FlatParams) -> bool:
-        """Return True: no two ranks of the data group have the same piece."""
-        return True
-
-    def post(self, flat: FlatParams, unit: int) -> None:
-        """Post a unit's sums over the data group. Comm: one reduce_scatter per segment."""
-        self.pending += [
-            self.scatter(flat, flat.grad[segment.run], "grads.bucket")
-            for segment in flat.segments
-            if segment.unit == unit
-        ]
-
-    def scatter(self, flat: FlatParams, grad: Array, name: str) -> Pending:
-        """Post the sum of a segment of gradients. Comm: one reduce_scatter over the data group."""
-        data = flat.sharding.comm
-        return data.ireduce_scatter(grad.reshape(data.size, -1), name)
-
-    def post_late(self, flat: FlatParams) -> None:
-        """Post a buffer's sums over the data group. Comm: one reduce_scatter per segment."""
-        self.pending += [
-            self.scatter(flat, flat.grad[segment.run], "grads.late") for segment in flat.segments
-        ]
-
-
-class PieceSync(ScatterSync):
-    """A rank keeps only its own pieces of the gradients.
-
-    Each pass computes the gradients of a unit in one scratch buffer. They are summed over the data
-    group, and each rank adds its piece to those it has, so a step sends all gradients once for each
-    microbatch. The next pass that computes gradients waits until the buffer is free.
-    """
-
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
-        self.needs = unit_segments(self.stages)
-        size = largest(unit for units in self.needs.values() for unit in units)
-        self.scratch = self.comms["data"].zeros(self.ops, (size,), self.ops.statistics, "gradients")
-        self.scattered: list[tuple[Pending, FlatParams, int]] = []  # int: of the segment
-
-    def begin_unit(self, stage: int, unit: int) -> None:
-        """Wait until the scratch buffer is free, and give it to the unit."""
-        self.collect()
-        self.ops.fill(self.scratch, 0)
-        for flat, number, part in views_in(self.scratch, self.needs[stage][unit]):
-            flat.place("grad", part, flat.segments[number].run)
-            flat.freshen(flat.segments[number].run)
-
-    def end_unit(self, stage: int, unit: int, last: bool) -> None:
-        """Post the sums of the unit's gradients. Comm: one reduce_scatter per segment."""
-        with self.recorder.at("sync"):
-            for flat, number, part in views_in(self.scratch, self.needs[stage][unit]):
-                flat.displace("grad", flat.segments[number].run)
-                pending = self.scatter(flat, part, f"{flat.title(number)}.scatter")
-                self.scattered.append((pending, flat, number))
-
-    def post(self, flat: FlatParams, unit: int) -> None:
-        """Do nothing: every pass has already posted what it computed."""
-
-    def post_late(self, flat: FlatParams) -> None:
-        """Do nothing: no sum is posted late."""
-
-    def collect(self) -> None:
-        """Wait for the pending sums, and add this rank's part of each to its piece."""
-        for pending, flat, number in self.scattered:
-            self.ops.accumulate(flat.summed[number], pending.wait()[0])
-        self.scattered = []
-
-    def wait(self) -> None:
-        """Return when no sum is pending any more, and every sum is in its piece."""
-        self.collect()
-        super().wait()
-
-    def test(self) -> None:
-        """Let pending sums progress; `collect` takes them in their order."""
-        for pending, *_ in self.scattered:
-            pending.test()
 
 
 def masked_contribution(value: float, counts: bool) -> float:

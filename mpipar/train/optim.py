@@ -1,7 +1,6 @@
 """Optimizers over flat buffers of master weights, and the learning rate of a step.
 
-A rank updates its own piece of each segment (see `layers/flat.py`), which is everything where
-nothing is sharded.
+A rank updates its own pieces (see `layers/flat.py`), which is everything where nothing is sharded.
 
 Weight decay is decoupled. It applies to matrices and embedding tables, not to biases and norms.
 """
@@ -36,31 +35,30 @@ class Sgd:
     def step(self, lr: float, step: int) -> None:
         """Update all parameters of this rank; step counts from 1.
 
-        Comm: where master weights are sharded but weights are not: `FlatParams.gather` per segment.
+        Comm: with ZeRO 1, one all_gather for each segment.
         """
         pending = []
         for flat in self.flats:
-            for segment in range(len(flat.segments)):
+            for number in range(len(flat.updates)):
                 if flat.sign_rate:
-                    self.follow_signs(flat, segment)
+                    self.follow_signs(flat, number)
                 else:
-                    self.update(flat, segment, lr, step)
-                if not flat.shares("data"):
-                    pending.append(flat.gather(segment))
+                    self.update(flat, number, lr, step)
+                pending += flat.updated(number)
         for one in pending:
             one.wait()
 
-    def follow_signs(self, flat: FlatParams, segment: int) -> None:
-        """Update this rank's piece of a segment by the signs of its gradients; see `Param`."""
-        master, data = flat.piece("master", segment), flat.piece("data", segment)
-        self.ops.sign_step(master, flat.summed[segment], flat.sign_rate)
+    def follow_signs(self, flat: FlatParams, number: int) -> None:
+        """Update one of this rank's pieces by the signs of its gradients; see `Param`."""
+        master, data = (flat.pieces(kind)[number] for kind in ("master", "data"))
+        self.ops.sign_step(master, flat.summed[number], flat.sign_rate)
         if flat.rounds:
             self.ops.copy(data, master)
 
-    def update(self, flat: FlatParams, segment: int, lr: float, step: int) -> None:
-        """Update this rank's piece of a segment, and round it to the data."""
-        master, data = flat.piece("master", segment), flat.piece("data", segment)
-        self.ops.sgd_step(master, flat.summed[segment], lr)
+    def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
+        """Update one of this rank's pieces, and round it to the data."""
+        master, data = (flat.pieces(kind)[number] for kind in ("master", "data"))
+        self.ops.sgd_step(master, flat.summed[number], lr)
         if flat.rounds:
             self.ops.copy(data, master)
 
@@ -70,15 +68,15 @@ class AdamW(Sgd):
 
     kinds: ClassVar[tuple[str, ...]] = ("m", "v")
 
-    def update(self, flat: FlatParams, segment: int, lr: float, step: int) -> None:
+    def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
         config = self.config
-        master, data, m, v = (flat.piece(kind, segment) for kind in ("master", "data", *self.kinds))
+        master, data, m, v = (flat.pieces(kind)[number] for kind in ("master", "data", *self.kinds))
         self.ops.adamw_runs(
             master,
-            flat.summed[segment],
+            flat.summed[number],
             m,
             v,
-            flat.updates[segment],
+            flat.updates[number],
             lr=lr,
             beta1=config.beta1,
             beta2=config.beta2,

@@ -27,14 +27,13 @@ from mpipar.comm.group import Pending
 from mpipar.comm.record import NO_ENTRY
 from mpipar.comm.request import Done
 from mpipar.config.model import ModelConfig
-from mpipar.layers.flat import Sharding
 from mpipar.layers.recompute import Recomputed
-from mpipar.layers.units import GatheredUnits, largest
 from mpipar.pipeline.engine import Engine
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.study.explain.predict import predict
-from mpipar.train.gradsync import GradSync, PieceSync, ScatterSync
+from mpipar.train.gradsync import GradSync
 from mpipar.train.optim import Sgd
+from mpipar.train.zero import GatheredUnits, PieceSync, ScatterSync, ShardedFlatParams, largest
 
 pytestmark = [pytest.mark.ranks(1, 2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 # 4 heads of width 3; 8 tokens are 2 pieces for each of up to 4 ranks.
@@ -185,13 +184,10 @@ def test_weights_gradients_and_state_follow_the_closed_forms():
 # --- planted bugs: each is a function of what it replaces, and of its arguments
 
 
-def piece_of_the_next_rank(plain, self, segments):
-    return plain(
-        self._replace(
-            comm=SimpleNamespace(index=(self.comm.index + 1) % self.comm.size, size=self.comm.size)
-        ),
-        segments,
-    )
+def piece_of_the_next_rank(plain, self, run):
+    size = self.group.size
+    group = SimpleNamespace(index=(self.group.index + 1) % size, size=size)
+    return plain(SimpleNamespace(group=group), run)
 
 
 def weights_gathered_before_the_update(_plain, self, lr, step):
@@ -212,12 +208,12 @@ def two_units_in_one_buffer(_plain, self):
 
 def no_gather_before_the_input_gradient(plain, self, stage, unit, room):
     """The buffer still has what it held before, which is another unit's."""
-    if self.needs[stage][unit][0][0].sharding.comm.recorder.phase == "F":
+    if self.needs[stage][unit][0][0].group.recorder.phase == "F":
         plain(self, stage, unit, room)
         return
     first, posted = 0, []
     for flat, number in self.needs[stage][unit]:
-        whole = room[first : first + flat.length(number)]
+        whole = room[first : first + flat.lengths[number]]
         first += whole.size
         posted.append((Pending(Done(), list(NO_ENTRY), whole), flat, number, whole))
     self.coming[stage, unit] = posted
@@ -263,8 +259,8 @@ def result_in_place_of_the_input(_plain, self, x, stash):
 DP, PP = ((2, 1, 1), 1, "1f1b", MODEL), ((1, 2, 1), 1)
 TWINS = {
     2: [  # by ranks: (what is replaced, by what, where it must show)
-        (Sharding, "own", piece_of_the_next_rank, (*DP, ONE)),
-        (Sharding, "own", piece_of_the_next_rank, (*DP, THREE)),
+        (ShardedFlatParams, "piece_in", piece_of_the_next_rank, (*DP, ONE)),
+        (ShardedFlatParams, "piece_in", piece_of_the_next_rank, (*DP, THREE)),
         (Sgd, "step", weights_gathered_before_the_update, (*DP, ONE)),
         (ScatterSync, "counts", norm_of_the_first_rank_s_pieces, (*DP, ONE)),
         (GatheredUnits, "make_room", two_units_in_one_buffer, (*DP, THREE)),

@@ -19,10 +19,10 @@ from mpipar.config.memory import MemoryConfig
 from mpipar.data import rows
 from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.stash import Stash
-from mpipar.layers.units import unit_segments
 from mpipar.models.decoder import Stage
 from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
+from mpipar.train.zero import unit_segments
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,10 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
         worker.recorder,
         {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
         sum(flat.size for flat in worker.flats),
-        [
-            (flat.groups, flat.length(number))
-            for flat in worker.flats
-            for number in range(len(flat.segments))
-        ],
+        [(flat.groups, length) for flat in worker.flats for length in flat.lengths],
         {
             number: [
-                [(flat.groups, flat.length(segment)) for flat, segment in needs] for needs in units
+                [(flat.groups, flat.lengths[segment]) for flat, segment in needs] for needs in units
             ]
             for number, units in unit_segments(worker.stages).items()
         },
