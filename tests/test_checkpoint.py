@@ -6,21 +6,20 @@ Several ranks read and write them in tests/mpi/test_weights_and_text.py.
 import json
 import os
 import re
-import shutil
 
 import gpt2_reference as gpt2
 import numpy as np
 import pytest
 from config_helpers import reading_of
 from helpers import assert_close
-from in_process import assert_refused, refusal
+from in_process import refusal
 from one_rank import fresh, loaded, logits, worker_for
 from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import model_settings
 from mpipar.data.rows import Batch
-from mpipar.errors import DataError, OutputError, UsageError
+from mpipar.errors import DataError, UsageError
 from mpipar.run.resolve import resolve
 
 SHAPE = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17}
@@ -137,14 +136,6 @@ def test_configuration_of_another_model_is_refused(values, part, model):
         model_settings(str(folder))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '"gpt2"', "{}", "\xff", "3"])
-def test_broken_configuration_is_refused(text, model):
-    folder, _ = model()
-    (folder / "config.json").write_bytes(text.encode("latin-1"))
-    with pytest.raises(DataError, match=r"config\.json:? is not "):
-        model_settings(str(folder))
-
-
 def test_all_wrong_tensors_at_once(model):
     folder, tensors = model()
     del tensors["h.1.mlp.c_fc.bias"]
@@ -164,16 +155,6 @@ def test_all_wrong_tensors_at_once(model):
         "ln_f.bias is I8, not one of F64, F32, F16, BF16",
         "wpe.weight is [5, 12] in the file, [6, 12] in the model",
     ]
-
-
-def test_missing_files_are_named(model):
-    folder, _ = model()
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(DataError, match=r"model\.safetensors"):
-        loaded(folder)
-    shutil.rmtree(folder)
-    with pytest.raises(DataError, match="there is no such folder, and nothing is downloaded"):
-        worker_for(folder)
 
 
 # --- out
@@ -233,22 +214,16 @@ def test_a_kill_before_either_rename_leaves_files_that_load(name, tmp_path, monk
     checkpoint.save(fresh(), tmp_path)
     plain = os.replace
 
-    def replace(source, target, **folders):
-        if target == name:
+    def replace(source, target):
+        if target.name == name:
             raise KeyboardInterrupt
-        plain(source, target, **folders)
+        plain(source, target)
 
     monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(KeyboardInterrupt):
         checkpoint.save(fresh(seed=1), tmp_path)
     again = loaded(tmp_path)
     np.testing.assert_array_equal(again.flats[0].data, fresh().flats[0].data)
-
-
-def test_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="file/weights: the weights could not be written: File"):
-        checkpoint.save(fresh(), tmp_path / "file" / "weights")
 
 
 # --- flags and data beside the weights
@@ -263,22 +238,6 @@ def test_flags_may_repeat_what_the_weights_say_but_not_contradict(model):
         resolve(reading_of("--init-from", str(folder), *other), 1)
     assert len(caught.value.problems) == 4
     assert all("contradicts --init-from" in problem for problem in caught.value.problems)
-
-
-def test_bytes_do_not_fit_a_model_of_tokens(model, tmp_path):
-    folder, _ = model(V=50257)
-    assert_refused(
-        65,
-        ["50,257 is not one of bytes; give token files"],
-        "train",
-        "--init-from",
-        folder,
-        "--out",
-        tmp_path / "run",
-        "--steps",
-        "1",
-    )
-    assert not (tmp_path / "run").exists()
 
 
 def test_broken_weights_are_told_once_with_everything_else(model, tmp_path):

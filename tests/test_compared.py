@@ -20,9 +20,9 @@ from tokenizers_made import save_tokenizer
 
 from mpipar import cli
 from mpipar.checkpoint import weights as checkpoint
-from mpipar.data.fingerprint import EDGE, fingerprint, of_ends
+from mpipar.data.fingerprint import fingerprint
 from mpipar.data.source import load_source
-from mpipar.data.token_file import TokenFiles, pieces_of
+from mpipar.data.token_file import pieces_of
 from mpipar.errors import DataError
 from mpipar.files import digests
 from mpipar.job import consistency
@@ -30,6 +30,7 @@ from mpipar.run.resume import Start, check_begin
 
 SMALL = """--layers 1 --d-model 8 --heads 2 --ffn 8 --seq-len 8 --batch-size 4 --steps 2
     --num-microbatches 1""".split()
+LARGE = 1 << 20  # bytes
 CSV = ["0F0,0F1,0B0,0B1\n", "0F0,0B0,0F1,0B1\n"]
 
 
@@ -71,7 +72,7 @@ def hosts(tmp_path):
         fresh(d_model=256, heads=2, layers=1, ffn=512, vocab_size=256, dtype="float32"), one / "w"
     )
     (one / "w" / "digests.json").unlink()  # by which a host would know that its own copy is damaged
-    assert (one / "w" / "model.safetensors").stat().st_size > 2 * EDGE
+    assert (one / "w" / "model.safetensors").stat().st_size > 2 * LARGE
     (one / "p.txt").write_text("a b\n")
     (one / "s.csv").write_text(CSV[0])
     (one / "c.toml").write_text("lr = 0.1\n")
@@ -190,12 +191,6 @@ def test_a_field_that_a_rank_lacks_is_left_out_unless_it_is_refused():
     ]
 
 
-def test_values_are_harmless_and_short():
-    lines = consistency.differences([{"a": "\x1b[31m"}, {"a": "y" * 1000}])
-    assert "\x1b" not in "".join(lines)
-    assert max(map(len, lines)) < 100
-
-
 def test_one_byte_of_the_source_changes_the_version(tmp_path, monkeypatch):
     monkeypatch.setattr(consistency, "PACKAGE", tmp_path)
     (tmp_path / "one.py").write_text("x = 1\n")
@@ -236,15 +231,6 @@ def test_a_file_is_read_once_until_it_changes(tmp_path, cache, monkeypatch):
     assert reads
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"file": "x"}', "\0"])
-def test_what_is_damaged_in_the_cache_is_not_believed(content, tmp_path, cache):
-    (tmp_path / "f").write_bytes(b"abc")
-    first = digest(tmp_path / "f")
-    (kept,) = cache.iterdir()
-    kept.write_text(content)
-    assert digest(tmp_path / "f") == first
-
-
 def test_a_file_that_was_just_written_is_read_again(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(digests, "SETTLED", 10**12)
     (tmp_path / "f").write_bytes(b"abc")
@@ -276,56 +262,33 @@ def found(path):
     )
 
 
-def test_the_fingerprint_sees_every_byte():
-    tokens = np.arange(100, dtype=np.uint16)
-    first = fingerprint([tokens[:60], tokens[60:]], {})
-    assert first == fingerprint([tokens], {})
-    assert (first["length"], first["dtype"]) == (100, "uint16")
-    for place in (0, 59, 60, 99):
-        other = tokens.copy()
-        other[place] += 1
-        assert fingerprint([other[:60], other[60:]], {}) != first
-
-
 def test_the_fingerprint_of_a_large_token_file_sees_every_byte(tmp_path):
     path = tmp_path / "large.bin"
-    tokens = np.zeros(2 * EDGE, np.uint16)
+    tokens = np.zeros(2 * LARGE, np.uint16)
     seen = []
-    for place in (None, EDGE, 0, -1):
+    for place in (None, LARGE, 0, -1):
         if place is not None:
             tokens[place] = 1
         tokens.tofile(path)
         seen.append(found(path)[1])
-    assert {(one["length"], one["dtype"]) for one in seen} == {(2 * EDGE, "uint16")}
+    assert {(one["length"], one["dtype"]) for one in seen} == {(2 * LARGE, "uint16")}
     assert len({one["files"] for one in seen}) == 4
     (tmp_path / "moved").mkdir()
     path.rename(tmp_path / "moved" / "other.bin")
     assert found(tmp_path / "moved" / "other.bin")[1] == seen[-1]
     arrays, _ = found(tmp_path / "moved" / "other.bin")
-    other_cut = [arrays[0][:EDGE], arrays[0][EDGE:]]  # other tokens are held out
+    other_cut = [arrays[0][:LARGE], arrays[0][LARGE:]]  # other tokens are held out
     assert fingerprint(other_cut, {arrays[0].pieces[0].file.name: "x"}) != fingerprint(
         arrays, {arrays[0].pieces[0].file.name: "x"}
     )
 
 
-def test_a_checkpoint_refuses_what_has_changed_and_takes_the_older_fingerprint(tmp_path):
-    path = tmp_path / "large.bin"
-    tokens = np.zeros(2 * EDGE, np.uint16)
-    tokens.tofile(path)
-    arrays, new = found(path)
-    assert isinstance(arrays[0], TokenFiles)
-    old, state = of_ends(arrays), {"candidates": ("step",)}
-    assert "sha256" in old
-    for stored in (old, new):
-        check_begin(Start(data=stored, **state), new, arrays, "")
-    tokens[EDGE] = 1
-    tokens.tofile(path)
-    arrays, changed = found(path)
-    check_begin(Start(data=old, **state), changed, arrays, "")  # it covers the ends alone
+def test_a_checkpoint_refuses_what_has_changed():
+    new, state = {"length": 9, "dtype": "uint16", "files": "a"}, {"candidates": ("step",)}
+    older = {"length": 9, "dtype": "uint16", "sha256": "of the ends of the files"}
+    for stored in (new, older):
+        check_begin(Start(data=stored, **state), new, "")
+        with pytest.raises(DataError, match="--data: has changed since the checkpoint"):
+            check_begin(Start(data=stored, **state), new | {"length": 8}, "")
     with pytest.raises(DataError, match="--data: has changed since the checkpoint"):
-        check_begin(Start(data=new, **state), changed, arrays, "")
-    tokens[0] = 1
-    tokens.tofile(path)
-    arrays, changed = found(path)
-    with pytest.raises(DataError, match="--data: has changed since the checkpoint"):
-        check_begin(Start(data=old, **state), changed, arrays, "")
+        check_begin(Start(data=new, **state), new | {"files": "b"}, "")

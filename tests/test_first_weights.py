@@ -112,9 +112,9 @@ def test_first_weights_that_no_longer_are_what_they_were(here):
     found = start(*AUTO)
     assert found.weights == "m"
     with pytest.raises(DataError, match="--init-from m: has changed since the run started"):
-        check_begin(found, {"length": 9}, [], digest_of_weights("m"))
+        check_begin(found, {"length": 9}, digest_of_weights("m"))
     with pytest.raises(DataError, match="--data: has changed since the run started: length 8 now"):
-        check_begin(found, {"length": 8}, [], found.digest)
+        check_begin(found, {"length": 8}, found.digest)
     shutil.rmtree("m")
     assert_refused(65, ["--init-from m: there is no such folder"], "train", *AUTO)
 

@@ -8,19 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from config_helpers import changed, reading_of
-from in_process import alone, assert_refused
+from config_helpers import reading_of
+from in_process import alone
 from one_rank import fresh, loaded
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from mpipar.checkpoint import native_format
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import format_of, model_settings, start_notes
 from mpipar.checkpoint.params import all_params
-from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
-from mpipar.data.tokenizer import byte_tokenizer
 from mpipar.errors import DataError, UsageError
-from mpipar.run.inputs import tokenizer_notes
 from mpipar.run.resolve import resolve
 
 # As transformers 4 wrote them.
@@ -238,36 +235,6 @@ def test_another_model_is_refused_by_name(case, tmp_path):
         model_settings(written(tmp_path, REAL[name], **changes))
 
 
-def test_what_does_not_fit_is_told_as_flags_are(tmp_path):
-    folder = written(tmp_path, LLAMA_32, num_key_value_heads=5)
-    with pytest.raises(UsageError, match="--kv-heads 5 with --heads 32"):
-        resolve(reading_of("--init-from", folder), 1)
-    with pytest.raises(UsageError, match=r"--experts 4: contradicts --init-from .* it is None"):
-        resolve(reading_of("--init-from", folder, "--experts", "4"), 1)
-    folder = written(tmp_path, MIXTRAL_01)
-    with pytest.raises(UsageError, match=r"--router-balance bias: contradicts .* it is loss"):
-        resolve(reading_of("--init-from", folder, "--router-balance", "bias"), 1)
-    with pytest.raises(UsageError, match=r"--rope-theta 5.0: contradicts .* it is 1000000.0"):
-        resolve(reading_of("--init-from", folder, "--rope-theta", "5"), 1)
-    folder = written(tmp_path, MIXTRAL_01, num_experts_per_tok=9)
-    with pytest.raises(UsageError, match="--experts-per-token 9 with --experts 8"):
-        resolve(reading_of("--init-from", folder), 1)
-
-
-def test_all_differences_at_once(tmp_path):
-    folder = written(
-        tmp_path,
-        LLAMA_32,
-        hidden_act="relu",
-        attention_dropout=0.5,
-        mlp_bias=True,
-        rope_scaling={"rope_type": "dynamic"},
-    )
-    with pytest.raises(DataError) as caught:
-        model_settings(folder)
-    assert len(caught.value.problems) == 4
-
-
 def test_what_does_not_matter_is_named_in_one_line(tmp_path):
     assert start_notes(written(tmp_path, QWEN_25)) == []
     (note,) = start_notes(written(tmp_path, QWEN_25, strange=0, other=None))
@@ -364,53 +331,6 @@ def test_what_an_earlier_version_could_state_is_refused(tmp_path, key, today, ot
         model_settings(str(tmp_path))
 
 
-def test_all_that_is_wrong_with_experts_at_once(tmp_path):
-    """Those that are missing or of another size, and another number of them than the file's."""
-    checkpoint.save(
-        fresh(
-            **SMALL,
-            arch="mixtral",
-            experts=3,
-            norm="rms",
-            activation="swiglu",
-            positions="rope",
-            bias="none",
-            tied=False,
-            head_dim=4,
-        ),
-        tmp_path,
-    )
-    path, block = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe"
-    tensors = load_file(path)
-    assert sum("experts" in name for name in tensors) == 2 * 3 * 3
-    bad = tensors | {f"{block}.experts.2.w2.weight": np.zeros((12, 19))}
-    del bad[f"{block}.experts.0.w3.weight"]
-    save_file(bad, path)
-    assert problems_of(tmp_path) == [
-        f"{block}.experts.2.w2.weight is [12, 19] in the file, [12, 20] in the model",
-        "layers.1.block_sparse_moe.experts.0.w3.weight is missing",
-    ]
-    save_file(tensors | {f"{block}.experts.1.w1.weight": np.full((20, 12), np.nan)}, path)
-    with pytest.raises(DataError, match=rf"not all numbers .*{block}.experts.1.w1.weight"):
-        loaded(tmp_path)
-    save_file(tensors, path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    written(tmp_path, config, num_local_experts=2)
-    assert problems_of(tmp_path)[1] == (
-        f"{block}.gate.weight is [3, 12] in the file, [2, 12] in the model"
-    )
-    written(tmp_path, config, num_local_experts=9)
-    *_, last = problems_of(tmp_path)
-    assert last == "and 18 other tensors"
-
-
-def problems_of(folder):
-    """What loading a folder finds wrong with its tensors, without the words before."""
-    with pytest.raises(DataError) as caught:
-        loaded(folder)
-    return [text.split("tensor ")[-1].split(f"{folder}: ")[-1] for text in caught.value.problems]
-
-
 # --- what travels with weights
 
 TOKENIZER = {
@@ -477,49 +397,3 @@ def test_tokenizer_and_ids_travel_from_run_to_run(tmp_path):
         load_file(tmp_path / "run" / "weights" / "model.safetensors").keys()
         == load_file(tmp_path / "branch" / "weights" / "model.safetensors").keys()
     )
-
-
-def test_the_tokenizer_of_prepared_data_replaces_another(tmp_path):
-    before, own = byte_tokenizer(), byte_tokenizer(end=True)
-    config, text = changed(init_from=str(tmp_path), data=("a.txt",)), np.zeros(9, np.uint8)
-
-    def notes(tokenizer):
-        return tokenizer_notes(config, tokenizer, text)
-
-    before.copy(tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
-    assert read_tokenizer_files(tmp_path, before) == read_tokenizer_files(tmp_path)
-    found = read_tokenizer_files(tmp_path, own)
-    assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 256}
-    assert found == own.files
-    assert "where they do" in notes(own)[0]
-    assert notes(before) == []
-    for name in before.files:
-        (tmp_path / name).unlink()
-    assert notes(own) == []
-    found = read_tokenizer_files(tmp_path, own)
-    assert json.loads(found.pop("generation_config.json")) == {"eos_token_id": 9}
-    assert found == own.files
-    assert read_tokenizer_files(None, before) == before.files
-    assert read_tokenizer_files(None, None) == {}
-
-
-def test_tokenizer_files_that_cannot_be_read_are_refused(tmp_path):
-    start = tmp_path / "start"
-    checkpoint.save(fresh(dtype="float32", vocab_size=256), start)
-    (start / "generation_config.json").unlink()
-    (start / "generation_config.json").mkdir()
-    (tmp_path / "text.txt").write_text("a text " * 99)
-    assert_refused(
-        65,
-        ["generation_config.json"],
-        "train",
-        "--init-from",
-        "start",
-        "--data",
-        "text.txt",
-        "--out",
-        "run",
-        folder=tmp_path,
-    )
-    assert not (tmp_path / "run").exists()

@@ -5,24 +5,11 @@
 
 import json
 import os
-import stat
 
 import pytest
-from in_process import StandIn, assert_refused, at_once
-from one_rank import fresh
-
-from mpipar import cli
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.console import output
-from mpipar.errors import DataError, OutputError, UsageError
-from mpipar.pipeline.csv_format import write_csv
-from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.trace import trace_file
+from in_process import assert_refused, at_once
 
 NINES = "9" * 5000
-WIDE = "--num-microbatches 8 on"
-
-
 SIZES = {
     "--d-model 2147483646": "--d-model 2147483646: must be at most 131,072",
     "--layers 2e9": "--layers 2e9: must be a whole number",
@@ -107,28 +94,3 @@ def test_a_pipe_is_no_file(words, tmp_path):
         assert_refused(
             code, ["PIPE", ": is a folder, a pipe or a device"], *words.split(), folder=tmp_path
         )
-
-
-@pytest.mark.parametrize("words", [
-    "generate RUN", "trace RUN", "ckpt ls RUN", "train --data RUN", "train --config RUN",
-    "train --init-from RUN", "train --resume RUN", "train --out RUN", "schedule --from-csv RUN",
-])  # fmt: skip
-def test_names_that_no_file_has(words):
-    for name in ("x" * 5000, "/dev/null/x"):
-        with at_once(), pytest.raises((UsageError, DataError, OutputError)):
-            cli.main(words.replace("RUN", name).split(" "), StandIn())
-
-
-def test_files_follow_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        output.write_text(tmp_path / "page.html", "")
-        checkpoint.save(fresh(), tmp_path / "weights")
-        write_csv(make_schedule("1f1b", 2, 2), tmp_path / "a.csv")
-        trace_file.write_meta(tmp_path, {})
-    finally:
-        os.umask(before)
-    modes = {path.name: stat.filemode(path.stat().st_mode) for path in tmp_path.rglob("*")}
-    assert len(modes) == 9
-    for name, mode in modes.items():
-        assert mode == ("drwxr-x---" if name in ("weights", "trace") else "-rw-r-----"), name

@@ -1,7 +1,6 @@
 """A run folder of another user: nothing outside it is written."""
 
 import json
-import os
 import shutil
 import stat
 import sys
@@ -17,7 +16,7 @@ from state_cases import config_for, savers_of
 
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.checkpoint.tokenizer_files import write_tokenizer_files
-from mpipar.console.output import GrowingFile, Log, write_text
+from mpipar.console.output import GrowingFile, write_text
 from mpipar.errors import DataError, OutputError
 from mpipar.files import bounded, replace
 from mpipar.job import lock
@@ -113,12 +112,6 @@ def test_a_run_does_not_go_on_in_a_folder_with_planted_links(tmp_path, text_fold
     assert (tmp_path / "keys").read_text() == CONTENT
 
 
-def test_no_foreign_text_is_a_line_of_the_log(tmp_path):
-    file = GrowingFile(tmp_path, "log.txt")
-    Log(0, file)("a\rb\u2028c\x85d")
-    assert (tmp_path / "log.txt").read_text() == "a\\rb\\u2028c\\x85d\n"
-
-
 # --- metrics at a resume
 
 
@@ -142,15 +135,6 @@ def test_damaged_lines_are_removed_and_the_checkpoint_decides(damaged, tmp_path)
     assert ["1 damaged line removed" in note for note in notes] == [True, True]
     for name in (run_folder.METRICS, run_folder.EVALUATIONS):
         assert (tmp_path / name).read_bytes() == b"".join([lines[0], *lines[2:4]])
-
-
-def test_a_file_without_ends_of_lines_is_not_read_to_its_end(tmp_path):
-    (tmp_path / run_folder.METRICS).write_bytes(lines_of([1])[0])
-    os.truncate(tmp_path / run_folder.METRICS, 1 << 42)
-    with at_once():
-        (note,) = run_folder.truncate_after(tmp_path, 4)
-    assert "1 damaged line" in note
-    assert (tmp_path / run_folder.METRICS).read_bytes() == lines_of([1])[0]
 
 
 # --- what changes while a run continues

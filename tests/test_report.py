@@ -2,15 +2,12 @@
 
 import csv
 import re
-import shutil
 
 import pytest
-from config_helpers import reading_of
 from report_cases import config_of, lines_of, run_folder, told
 from test_resume_runs import TINY, ended, here, train
 from test_trace_html import data_of
 
-from mpipar.console import series
 from mpipar.run import report
 from mpipar.run.folder import truncate_after
 
@@ -78,16 +75,6 @@ def test_hostile_names_stay_text(tmp_path):
     ), "a page loads nothing"
 
 
-def test_a_long_run_is_drawn_as_means():
-    points = [(step, float(step % 7)) for step in range(1, 25_001)]
-    found = series.thinned(points)
-    assert len(found) == 1000
-    assert found[-1][0] == 25_000
-    assert found[0] == [25, sum(step % 7 for step in range(1, 26)) / 25]
-    assert series.thinned(points[:1000]) == [list(point) for point in points[:1000]]
-    assert series.thinned([]) == []
-
-
 def test_the_csv_has_the_numbers_of_the_lines(tmp_path):
     folder = run_folder(tmp_path)
     written(folder)
@@ -111,15 +98,6 @@ def test_the_csv_has_the_numbers_of_the_lines(tmp_path):
         assert float(row["loss_nats"]) == line["loss"]
         assert (row["step"], row["comm_tp_bytes"]) == (str(line["step"]), "4096")
     assert [row["step"] for row in rows if row["held_out_loss_nats"]] == ["10", "20", "30", "40"]
-
-
-def test_overflows_and_axes_that_come_later_leave_places_empty():
-    lines = lines_of(1, grad_norm=None, loss_scale=4.0, skipped=True, comm={}) + lines_of(2)[1:]
-    first, second = csv.DictReader(series.csv_text(lines, []).splitlines())
-    assert (first["grad_norm"], first["skipped"], first["comm_tp_calls"]) == ("", "True", "0")
-    assert (second["skipped"], second["comm_tp_calls"]) == ("", "8")
-    norm = series.curves(lines, [])[2]["series"][0]["points"]
-    assert norm == [[2, 1.5]]
 
 
 @pytest.mark.parametrize("name", ["report.html", "metrics.csv"])
@@ -179,25 +157,3 @@ def test_a_run_that_diverges_has_its_curve(here):
     train(here, *TINY[:-6], *words, code=79)
     data = data_of((here / "run" / "report.html").read_text())
     assert data["state"].startswith("failed in step ")
-
-
-def test_a_table_of_many_ranks_is_cut():
-    ranks = told()["ranks"] * 300
-    table = report.layout_table(ranks, "300 ranks")
-    assert len(table["rows"]) == 256
-    assert table["words"] == "300 ranks; and 44 more ranks"
-
-
-def test_the_page_names_what_a_setting_is():
-    rows = dict(
-        row for table in report.configuration(reading_of("--tied").config) for row in table["rows"]
-    )
-    assert (rows["tied"], rows["check-comm"], rows["rank-order"]) == ("on", "off", "pp,dp,cp,tp")
-    assert "data" not in rows
-
-
-def test_a_folder_that_is_gone_is_only_said(tmp_path):
-    folder, said = run_folder(tmp_path), []
-    shutil.rmtree(folder)
-    report.write(folder, config_of(), told(), said.append)
-    assert said == ["no report.html: No such file or directory"]

@@ -16,7 +16,7 @@ from program import LETTERS, metrics
 from mpipar.checkpoint.manifest import read_manifest
 from mpipar.config.reading import to_toml, values_of
 from mpipar.errors import UsageError
-from mpipar.run.folder import finished_step, set_aside, truncate_after
+from mpipar.run.folder import truncate_after
 from mpipar.run.resolve import resolve
 from mpipar.run.resume import resumed
 
@@ -87,17 +87,6 @@ def test_what_cannot_change_is_refused_at_once_with_both_values(source, here):
         for name, (value, saved) in FIXED.items()
     ]
     assert_refused(2, parts, "train", "--resume", *source.split(), *words, folder=here)
-
-
-def test_a_folder_without_a_checkpoint_names_what_to_type(here):
-    shutil.rmtree(here / "run" / "checkpoints")
-    assert_refused(65, ["--resume auto --out run"], "train", "--resume", "run", folder=here)
-
-
-def test_a_damaged_manifest_by_path_is_named(here):
-    path = here / "run" / "checkpoints" / "step-00000006" / "manifest.json"
-    path.write_text(path.read_text().replace("adamw", "adamx"))
-    assert_refused(65, ["step-00000006/manifest.json"], "train", "--resume", "run", folder=here)
 
 
 # --- settings
@@ -174,13 +163,6 @@ def test_another_number_of_ranks_needs_a_layout():
     assert settled(saved, "--layout", "tp=2", ranks=2).train.batch_size == saved["batch_size"]
 
 
-def test_print_config_shows_the_settings_of_the_run(here):
-    text = printed("train", "--resume", here / "run", "--log-interval", "3", "--print-config")
-    assert "layers = 2\n" in text
-    assert 'dtype = "float64"\n' in text
-    assert "log-interval = 3\n" in text
-
-
 # What a run saved before some settings became constants: every one with the value of its default.
 EARLIER = """model = "decoder"
 blas-arch = "SkylakeX"
@@ -253,19 +235,6 @@ def test_metrics_end_with_the_step_and_lose_a_broken_line(tmp_path):
     truncate_after(tmp_path, 0)
     assert path.read_text() == ""
     assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_nothing_is_overwritten_when_it_is_set_aside(tmp_path):
-    for number in (1, 2):
-        (tmp_path / "errors").mkdir()
-        assert set_aside(tmp_path / "errors").name == f"errors.aside-{number}"
-    assert set_aside(tmp_path / "errors") is None
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"step": "6"}', "{", '{"step": 1e9}'])
-def test_a_result_that_cannot_be_read_is_none(text, tmp_path):
-    (tmp_path / "result.json").write_text(text)
-    assert finished_step(tmp_path) == 0
 
 
 # --- mpipar ckpt

@@ -38,17 +38,6 @@ def train_here(text_folder, *words):
 # --- small and odd sizes
 
 
-@pytest.mark.parametrize("words", [
-    "--seq-len 1", "--d-model 5 --heads 5", "--vocab-size 257", "--vocab-size 511",
-    "--layers 1 --ffn 1", "--batch-size 2 --num-microbatches 1 --steps 1",
-])  # fmt: skip
-def test_odd_sizes_train(words, text_folder):
-    (text_folder / "run").mkdir()  # an empty folder is used
-    train_here(text_folder, "--out", "run", *words.split())
-    assert metrics(text_folder / "run")[-1]["loss"] > 0
-    assert (text_folder / "run" / "config.toml").is_file()
-
-
 # --- run folder
 
 
@@ -264,14 +253,6 @@ def test_a_run_goes_on_without_standard_output(streams, warned, text_folder):
     assert log.startswith("1 rank on 1 host")
     assert "weights, checkpoints" in log.splitlines()[-1]
     assert metrics(text_folder / "run")[-1]["step"] == 2
-
-
-def test_a_result_without_standard_output_does_not_blame_the_run_folder(text_folder):
-    train_here(text_folder, "--out", "run")
-    words = shlex.join([*PROGRAM, "generate", "run", "--prompt", "a"])
-    full = run_command(["bash", "-c", f"{words} >/dev/full"], LIMIT, environment(), text_folder)
-    block = block_of(full, 74, "the output can't be written")
-    assert "run:" not in block
 
 
 # --- text that the console can't show

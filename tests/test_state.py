@@ -147,17 +147,6 @@ def test_a_commit_removes_what_others_have_left_and_later_steps(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "step-00000005"]
 
 
-def test_a_step_that_is_saved_again_is_replaced(tmp_path):
-    (worker,) = workers_of(config_for(), 1)
-    for seed in (0, 1):
-        fill(worker, seed)
-        (saver,) = savers_of([worker], tmp_path)
-        save_and_finish(saver, 7)
-        found = tmp_path / "step-00000007"
-        assert_filled(loaded(config_for(), 1, found)[0], seed)
-        assert list(tmp_path.iterdir()) == [found]
-
-
 # --- a disk that cannot take it
 
 
@@ -197,13 +186,6 @@ def test_no_space_leaves_the_former_checkpoint(background, tmp_path, small_files
     small_files(resource.RLIM_INFINITY)
     on_all(lambda saver: save_and_finish(saver, 3), savers)  # the next interval
     assert [step for step, _ in committed_steps(tmp_path)] == [1, 3]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").write_text("")
-    (saver,) = savers_of(workers_of(config_for(), 1), tmp_path / "file" / "checkpoints")
-    with pytest.raises(OutputError, match="Not a directory"):
-        saver.save(1)
 
 
 def test_a_rank_whose_file_is_elsewhere(tmp_path, monkeypatch):

@@ -71,5 +71,6 @@ def write_new(path: Path, chunks) -> tuple[int, str]:
 
 def sync_folder(folder: Path) -> None:
     """Sync the names in a folder to disk; its files have their own fsync."""
-    with no_links.folder(folder) as descriptor:
-        os.fsync(descriptor)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -32,13 +32,13 @@ def make_partial(folder: Path, step: int) -> Path:
 
     Raises OSError.
     """
-    partial = f"{step_folder_name(step)}.partial-{secrets.token_hex(4)}"
     no_links.make_root(folder.parent)
-    with no_links.folder(folder.parent, folder.name, make=True) as inside:
-        sync_folder(folder.parent)
-        os.mkdir(partial, dir_fd=inside)
-        os.fsync(inside)
-    return folder / partial
+    inside = no_links.folder(folder.parent, folder.name, make=True)
+    sync_folder(folder.parent)
+    partial = inside / f"{step_folder_name(step)}.partial-{secrets.token_hex(4)}"
+    partial.mkdir()
+    sync_folder(inside)
+    return partial
 
 
 def put_in_place(partial: Path, step: int) -> None:
@@ -47,12 +47,12 @@ def put_in_place(partial: Path, step: int) -> None:
     The step may already exist: damaged, or from a run that has resumed from an earlier step again.
     There is always another checkpoint then, the one that this run started from.
     """
-    folder, name = partial.parent, step_folder_name(step)
-    with no_links.folder(folder.parent, folder.name) as inside:
-        if os.path.lexists(folder / name):
-            _rename_away(inside, name)
-        os.rename(partial.name, name, src_dir_fd=inside, dst_dir_fd=inside)
-        os.fsync(inside)
+    folder = no_links.folder(partial.parents[1], partial.parent.name)
+    final = folder / step_folder_name(step)
+    if os.path.lexists(final):
+        _rename_away(final)
+    partial.rename(final)
+    sync_folder(folder)
 
 
 def rename_outdated(folder: Path, step: int, keep: int) -> list[Path]:
@@ -62,17 +62,15 @@ def rename_outdated(folder: Path, step: int, keep: int) -> list[Path]:
     since this run has replaced theirs, and so do folders left by killed runs. A failure is left for
     the next time.
     """
-    with (
-        contextlib.suppress(OSError, DataError),
-        no_links.folder(folder.parent, folder.name) as inside,
-    ):
+    with contextlib.suppress(OSError, DataError):
+        inside = no_links.folder(folder.parent, folder.name)
         committed = committed_steps(folder)
-        earlier = [path.name for number, path in committed if number < step]
-        later = [path.name for number, path in committed if number > step]
-        left = [name for name in os.listdir(inside) if PARTIAL.fullmatch(name)]
-        for name in left + later + (earlier[: max(0, len(earlier) - keep + 1)] if keep else []):
-            _rename_away(inside, name)
-        return [folder / name for name in os.listdir(inside) if name.startswith(TRASH)]
+        earlier = [path for number, path in committed if number < step]
+        later = [path for number, path in committed if number > step]
+        left = [path for path in inside.iterdir() if PARTIAL.fullmatch(path.name)]
+        for path in left + later + (earlier[: max(0, len(earlier) - keep + 1)] if keep else []):
+            _rename_away(path)
+        return [path for path in inside.iterdir() if path.name.startswith(TRASH)]
     return []
 
 
@@ -82,18 +80,14 @@ def delete(paths: list[Path]) -> None:
     A folder stays while something else is in it.
     """
     for path in paths:
-        with (
-            contextlib.suppress(OSError),
-            no_links.folder(path.parents[1], path.parent.name) as parent,
-            no_links.folder(path.parents[1], f"{path.parent.name}/{path.name}") as inside,
-        ):
-            for name in os.listdir(inside):
-                if name == NAME or PIECES_FILE.fullmatch(name):
-                    os.unlink(name, dir_fd=inside)
-            os.rmdir(path.name, dir_fd=parent)
+        with contextlib.suppress(OSError):
+            folder = no_links.folder(path.parents[1], f"{path.parent.name}/{path.name}")
+            for file in folder.iterdir():
+                if file.name == NAME or PIECES_FILE.fullmatch(file.name):
+                    file.unlink()
+            folder.rmdir()
 
 
-def _rename_away(inside: int, name: str) -> None:
+def _rename_away(path: Path) -> None:
     """Rename a folder before it is deleted, so that half of it never has a checkpoint's name."""
-    other = f"{TRASH}{name}-{secrets.token_hex(4)}"
-    os.rename(name, other, src_dir_fd=inside, dst_dir_fd=inside)
+    path.rename(path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}"))

@@ -57,47 +57,53 @@ class RopeForm(Form):
 
     def differences(self, found: dict, seq_len: int | None) -> list[str]:
         """Return the values of a config.json that mpipar's layers do not compute. See `Form`."""
-        wrong, window = super().differences(found, seq_len), self.window(found)
         rope, contradictions = _rope(found)
-        wrong += contradictions
-        kind = rope["rope_type"]
-        if kind not in ROPE or (kind == "linear" and rope.get("factor") != 1):
-            wrong.append(
-                f"rope_type is {shown(kind)}; mpipar computes 'default', 'llama3', and 'linear'"
-                " with factor 1"
-            )
-        else:
-            wrong += [
-                f"{key} is {shown(value)}, but rotations of type {shown(kind)} have no such number"
-                for key, value in rope.items()
-                if key not in ("rope_type", "rope_theta", "partial_rotary_factor", *ROPE[kind])
-                and value is not None
-            ]
-        if rope.get("partial_rotary_factor") not in (None, 1.0):
-            wrong.append(
-                f"partial_rotary_factor is {shown(rope['partial_rotary_factor'])};"
-                " mpipar computes 1.0"
-            )
-        if window is not None and (type(window) is not int or window < 1):
-            wrong.append(f"sliding_window is {shown(window)}, not a number of tokens")
-        elif window is not None and seq_len is not None and seq_len > window:
-            wrong.append(
-                f"sliding_window is {window}, below the {seq_len:,} tokens of a row; use"
-                f" --seq-len {window} or less"
-            )
-        count = len(found.get("layer_types") or ())
-        if count not in (0, found["num_hidden_layers"]):
-            wrong.append(
-                f"layer_types has {count} layers, num_hidden_layers another number of them"
-            )
-        kinds = (
-            {*map(str, found.get("layer_types") or ())}
-            - {"full_attention"}
-            - ({"sliding_attention"} if window else set())
+        kind, window = rope["rope_type"], self.window(found)
+        partial = rope.get("partial_rotary_factor")
+        is_known = kind in ROPE and (kind != "linear" or rope.get("factor") == 1)
+        of_kind = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE.get(kind, ())}
+        foreign = [key for key, value in rope.items() if key not in of_kind and value is not None]
+        is_window = window is None or (type(window) is int and window > 0)
+        types = found.get("layer_types") or ()
+        kinds = {*map(str, types)} - {"full_attention", "sliding_attention" if window else ""}
+        cases = (
+            (
+                not is_known,
+                (
+                    f"rope_type is {shown(kind)}; mpipar computes 'default', 'llama3', and 'linear'"
+                    " with factor 1"
+                ),
+            ),
+            (
+                is_known and foreign,
+                f"rotations of type {shown(kind)} have no {', '.join(map(shown, foreign))}",
+            ),
+            (
+                partial not in (None, 1.0),
+                f"partial_rotary_factor is {shown(partial)}; mpipar computes 1.0",
+            ),
+            (not is_window, f"sliding_window is {shown(window)}, not a number of tokens"),
+            (
+                is_window and window is not None and (seq_len or 0) > window,
+                (
+                    f"sliding_window is {window}, below the {seq_len or 0:,} tokens of a row; use"
+                    f" --seq-len {window} or less"
+                ),
+            ),
+            (
+                len(types) not in (0, found["num_hidden_layers"]),
+                f"layer_types has {len(types)} layers, num_hidden_layers another number of them",
+            ),
+            (
+                kinds,
+                (
+                    f"layer_types has {shown(min(kinds, default=''))}; mpipar computes"
+                    " 'full_attention'"
+                ),
+            ),
         )
-        if kinds:
-            wrong.append(f"layer_types has {shown(min(kinds))}; mpipar computes 'full_attention'")
-        return wrong
+        wrong = [*super().differences(found, seq_len), *contradictions]
+        return wrong + [text for is_wrong, text in cases if is_wrong]
 
 
 def _rope(found: dict) -> tuple[dict, list[str]]:

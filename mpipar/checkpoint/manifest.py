@@ -126,8 +126,8 @@ def committed_steps(folder: Path) -> list[tuple[int, Path]]:
     Raises DataError if the folder cannot be read, or is a link; links in it are no checkpoints.
     """
     with problems_as(DataError, str(folder)), suppress(FileNotFoundError, NotADirectoryError):
-        with no_links.folder(folder.parent, folder.name) as inside:
-            found = [STEP_FOLDER.fullmatch(name) for name in os.listdir(inside)]
+        inside = no_links.folder(folder.parent, folder.name)
+        found = [STEP_FOLDER.fullmatch(name) for name in os.listdir(inside)]
         steps = [(int(match[1]), folder / match[0]) for match in found if match]
         return sorted((step, path) for step, path in steps if stat.S_ISDIR(path.lstat().st_mode))
     return []

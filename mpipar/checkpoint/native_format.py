@@ -48,9 +48,13 @@ def settings(found: dict) -> dict:
     """Return the ModelConfig fields that a config.json fixes; raise KeyError or TypeError."""
     given = {one.name: _value(one, found[one.name]) for one in OF_WEIGHTS if one.name in found}
     values = {one.name: one.default for one in OF_WEIGHTS} | given
-    for one in OF_WEIGHTS:
-        if one.default is not None and not_taken(one.name, values) is None:
-            given[one.name] = _value(one, found[one.name])
+    lacking = {
+        one.name
+        for one in OF_WEIGHTS
+        if one.default is not None and not_taken(one.name, values) is None
+    } - given.keys()
+    if lacking:
+        raise KeyError(min(lacking))
     return given
 
 

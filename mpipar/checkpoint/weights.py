@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -145,10 +146,8 @@ def weight_problems(config) -> list[str]:
     except DataError:
         return []
     try:
-        if formats.is_step(folder):
-            return _shape_problems(folder, model)
-        with _open(folder) as files:
-            return _find(files, model)[1]
+        with _source(folder, model) as (wrong, *_):
+            return wrong
     except DataError as error:
         return error.problems
 
@@ -160,24 +159,33 @@ def load(worker, folder: str) -> None:
     that names all tensors that are missing, have another shape, or contain numbers that are not
     finite.
     """
-    found: dict[str, dict] = {}
-    if formats.is_step(folder):
-        if wrong := _shape_problems(folder, worker.config.model):
+    with _source(folder, worker.config.model) as (wrong, read, found):
+        if wrong:
             raise DataError(wrong)
-        with Pieces(folder, read_manifest(Path(folder))) as pieces:
-            bad = _fill(worker, lambda param, held: pieces.read(param.name, "master", held))
-    else:
-        with _open(folder) as files:
-            found, wrong = _find(files, worker.config.model)
-            if wrong:
-                raise DataError(wrong)
-            bad = _fill(worker, lambda param, held: _read(files, found[param.name], param, held))
+        bad = _fill(worker, read)
     if bad:
         names = [name for param in bad for name in found.get(param, [param])]
         raise DataError(
             f"{folder}: not all numbers are finite in {worker.ops.statistics.name}, in"
             f" {formats.some_names(names)}; give other weights"
         )
+
+
+@contextmanager
+def _source(folder: str, model):
+    """Yield (problems of the tensors, a function, {parameter: its tensors in files}) of weights.
+
+    The function (Param, box) -> (box, array) reads parts that cover a box.
+    """
+    if formats.is_step(folder):
+        manifest = read_manifest(Path(folder))
+        wrong = _shape_problems(folder, manifest.tensors, model)
+        with Pieces(folder, manifest) as pieces:
+            yield wrong, lambda param, box: pieces.read(param.name, "master", box), {}
+    else:
+        with _open(folder) as files:
+            found, wrong = _find(files, model)
+            yield wrong, lambda param, box: _read(files, found[param.name], param, box), found
 
 
 def _fill(worker, blocks_of) -> list[str]:
@@ -297,9 +305,8 @@ def _read(files: WeightFiles, tensors: dict, param, held):
         yield wanted, block[boxes.within(wanted, rows)]
 
 
-def _shape_problems(folder: str, model) -> list[str]:
+def _shape_problems(folder: str, saved, model) -> list[str]:
     """Return tensors of a checkpoint that are missing, or differ in shape from a model's."""
-    saved = read_manifest(Path(folder)).tensors
     return [
         f"{folder}: tensor {param.name} is"
         f" {[*saved[param.name].shape] if param.name in saved else 'missing'} in the"

@@ -48,9 +48,8 @@ class Events:
             from tensorboard.compat.proto.event_pb2 import SessionLog
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-            with no_links.folder(run_folder, FOLDER, make=True) as inside:
-                for name in os.listdir(inside):  # the writer would follow a link
-                    os.close(no_links.opened(run_folder / FOLDER, name, os.O_RDONLY))
+            for name in os.listdir(no_links.folder(run_folder, FOLDER, make=True)):
+                os.close(no_links.opened(run_folder / FOLDER, name, os.O_RDONLY))  # no link
             self.writer = EventFileWriter(str(run_folder / FOLDER))
             self._event(first_step, session_log=SessionLog(status=SessionLog.START))
 

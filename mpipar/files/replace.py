@@ -8,7 +8,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mpipar.files import no_links
@@ -34,20 +34,15 @@ def replaced_files(root, inside="", *, gone: Iterable[str] = (), sync: bool = Tr
     they were opened. gone: names of files that are removed just before. If the block fails, or a
     file cannot be written, the old files stay unchanged. sync: see `replace_file`. Raises OSError.
     """
-    files = {}
-    with no_links.folder(root, inside, make=True) as folder, ExitStack() as at_end:
-
-        def remove(name: str) -> None:
-            with suppress(FileNotFoundError):
-                os.unlink(name, dir_fd=folder)
-
+    files, folder = {}, no_links.folder(root, inside, make=True)
+    with ExitStack() as at_end:
         with ExitStack() as stack:
 
             def create(name: str):
-                remove(f"{name}.partial")  # left by a killed process, or planted
-                descriptor = os.open(f"{name}.partial", no_links.NEW, 0o666, dir_fd=folder)
-                at_end.callback(remove, f"{name}.partial")  # unless all have been renamed
-                files[name] = stack.enter_context(open(descriptor, "wb"))
+                partial = f"{name}.partial"
+                no_links.remove(folder, partial)  # left by a killed process, or planted
+                at_end.callback(no_links.remove, folder, partial)  # unless all have been renamed
+                files[name] = stack.enter_context(no_links.create(folder, partial))
                 return files[name]
 
             yield create
@@ -55,9 +50,9 @@ def replaced_files(root, inside="", *, gone: Iterable[str] = (), sync: bool = Tr
                 file.flush()
                 os.fsync(file.fileno())
         for name in gone:
-            remove(name)
+            no_links.remove(folder, name)
         for name in files:
-            os.replace(f"{name}.partial", name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.replace(folder / f"{name}.partial", folder / name)
         at_end.pop_all()
 
 

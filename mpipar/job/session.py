@@ -61,8 +61,6 @@ class Session(Interruptible):
     command that needs no MPI.
     watch: the watchdog, which notices a lack of progress, from start() to the end of finish().
     where: called when an error is reported; returns what the rank is doing, such as "step 17".
-    notes: lines for the log about earlier jobs in the run folder.
-    locked: the run folder, from the moment that world rank 0 has locked it.
     presets: environment variables that guard() has set because the user had not.
     unfinished: a folder to be removed if the process ends at once, or None.
     starting: whether MPI is starting.
@@ -79,9 +77,8 @@ class Session(Interruptible):
         self.where: Callable[[], str] = str
         self.unfinished: Path | None = None
         self.saved = ""
-        self.notes, self.presets = [], {}
+        self.presets: dict[str, str] = {}
         self.held: lock.RunLock | None = None  # of the run folder, on world rank 0
-        self.locked: Path | None = None
         self._private = None
         self._token, self._host = "", 0  # of the job, and this host's number, once MPI has started
         self._failing = threading.Lock()
@@ -140,7 +137,7 @@ class Session(Interruptible):
         Comm: one all-gather of a byte per rank.
         """
         self.agree(lambda: lock.check_seen(folder, self._token))
-        self.run_folder = self.locked = folder
+        self.run_folder = folder
         self.watch.ranks, self.watch.folder = range(self.world.Get_size()), folder
 
     def compare(self, facts: Mapping[str, str]) -> None:
@@ -184,13 +181,12 @@ class Session(Interruptible):
 
         Raises UsageError if another job holds the lock, and OSError if it cannot be written.
         """
-        self.held, self.locked = lock.acquire(folder, self._token), folder
-        self.notes += filter(None, [self.held.note])
+        self.held = lock.acquire(folder, self._token)
 
     def unlock(self) -> None:
         """Remove this job's lock, if it has one; any rank may do so when the job ends."""
-        if self.locked is not None:
-            lock.release(self.locked, self._token)
+        if folder := self.held.folder if self.held else self.run_folder:
+            lock.release(folder, self._token)
 
     def leave_mpi(self, exit_code: int) -> int:
         """Leave MPI together with all ranks; return the highest of their exit codes.

@@ -128,8 +128,7 @@ def resume_in(start, config, session, beside: Mapping[str, bytes]) -> Path:
     with said(folder, "the run can't resume here"):
         session.lock(folder)
         for name in FOLDERS:
-            with suppress(FileNotFoundError), no_links.folder(folder, name):
-                pass  # a link is refused now, not when it is first used
+            no_links.folder(folder, name)  # a link is refused now, not when it is first used
         if newest_step(folder) != start.newest:
             raise UsageError(f"{folder}: another job has just resumed in it; start again")
         if config.run.trace:

@@ -60,13 +60,9 @@ def prepare(
             if config.run.init_from is None:
                 raise
             # No flag can change the vocabulary of given weights.
+            cure = "give data prepared with the tokenizer of these weights"
             parts = [text.partition("type --vocab-size") for text in error.problems]
-            raise DataError(
-                [
-                    before + (cut and "give data prepared with the tokenizer of these weights")
-                    for before, cut, _ in parts
-                ]
-            ) from None
+            raise DataError([before + (cut and cure) for before, cut, _ in parts]) from None
 
     def make_ops(config):
         found["ops"] = ops_module.make_for(config.run, host_rank)

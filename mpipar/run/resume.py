@@ -17,7 +17,7 @@ from pathlib import Path
 from mpipar.checkpoint.load import load_state
 from mpipar.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
-from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.facts import all_gather_facts, broadcast_text
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.layout import sizes_text
 from mpipar.config.layout import typed as typed_layout
@@ -26,7 +26,6 @@ from mpipar.config.reading import over, skipped, values_of
 from mpipar.config.rule import typed
 from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
 from mpipar.config.sections import named
-from mpipar.data.fingerprint import of_ends
 from mpipar.errors import DataError, UsageError
 from mpipar.files.bounded import problems_as, read_text
 from mpipar.files.text import brief, counted
@@ -272,18 +271,12 @@ def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> li
     ]
 
 
-def start_problems(start: Start):
-    """Return the check that the run has steps left after its checkpoint."""
-
-    def problems(config) -> list[str]:
-        if max(config.train.steps, 0) >= start.step:  # a negative number is refused elsewhere
-            return []
-        cure = f"use {start.step} or more, or evaluate its weights with --steps 0 --init-from"
-        return [
-            f"--steps {config.train.steps}: the checkpoint is already of step {start.step}; {cure}"
-        ]
-
-    return problems, UsageError
+def start_problems(start: Start, config) -> list[str]:
+    """Return what is wrong if the run has no steps left after its checkpoint."""
+    if max(config.train.steps, 0) >= start.step:  # a negative number is refused elsewhere
+        return []
+    cure = f"use {start.step} or more, or evaluate its weights with --steps 0 --init-from"
+    return [f"--steps {config.train.steps}: the checkpoint is already of step {start.step}; {cure}"]
 
 
 def after(start: Start, inputs):
@@ -310,8 +303,7 @@ def agreed_sources(session, start: Start, inputs) -> Sources:
     Otherwise all ranks leave together. Comm: that of `compare_inputs`, and an agreement.
     """
     found, weights = compare_inputs(session, inputs)
-    arrays = [inputs.train_part, inputs.held_out]
-    session.agree(lambda: check_begin(start, found, arrays, weights))
+    session.agree(lambda: check_begin(start, found, weights))
     first = next(iter(start.candidates), "")
     digest = session.agree(lambda: digest_of_weights(first)) if first else weights
     return Sources(inputs.config.run.init_from or "", digest, first, found)
@@ -336,18 +328,17 @@ def agreed_folder(session, start: Start, inputs, sources: Sources) -> Path:
     return Path(broadcast_text(session.world, str(session.agree(made))))
 
 
-def check_begin(start: Start, found: Mapping[str, object], arrays, weights: str) -> None:
+def check_begin(start: Start, found: Mapping[str, object], weights: str) -> None:
     """Raise DataError if data or first weights are not those that the run had.
 
-    found: the fingerprint of the arrays. weights: the digest of the weights that ranks start from.
+    found: the fingerprint of the data. weights: the digest of the weights that ranks start from.
     """
     since = "the checkpoint" if start.candidates else "the run started"
-    # Older checkpoints contain a fingerprint of the ends of the files.
-    now = of_ends(arrays) if "sha256" in start.data and "files" in found else found
-    if start.data and start.data != now:
+    shared = start.data.keys() & found.keys()  # older versions had another digest of token files
+    if any(start.data[name] != found[name] for name in shared):
         raise DataError(
-            f"--data: has changed since {since}: {describe_data(now)} now,"
-            f" {describe_data(start.data)} then; give the same --data and --val-data"
+            f"--data: has changed since {since}: {_shown(found)} now, {_shown(start.data)} then;"
+            " give the same --data and --val-data"
         )
     if start.digest and start.digest != weights:
         raise DataError(
@@ -355,8 +346,7 @@ def check_begin(start: Start, found: Mapping[str, object], arrays, weights: str)
         )
 
 
-def describe_data(found: Mapping[str, object]) -> str:
-    """Return a fingerprint of data as text."""
+def _shown(found: Mapping[str, object]) -> str:
     return ", ".join(brief(f"{name} {value}") for name, value in found.items())
 
 
@@ -365,18 +355,26 @@ def load_newest(session, worker, start: Start, log) -> int:
 
     A damaged one is reported prominently, and the one before it is loaded.
 
-    Raises DataError on every rank if none is left. Comm: a gather and a broadcast for each try.
+    Raises DataError on every rank if none is left. Comm: an all-gather for each try.
     """
     wrong: list[str] = []
     for text in start.candidates:
-        fact = _try(worker, Path(text))
-        everybody = gather_facts(session.world, fact)
-        found = json.loads(
-            broadcast_text(session.world, json.dumps(_of_all(everybody, text) if everybody else []))
-        )
+        folder, digest, problems = Path(text), "", []
+        try:
+            manifest = read_manifest(folder)
+            load_state(worker, folder, manifest)
+            digest = digest_of_weights(text)
+        except DataError as error:
+            problems = error.problems
+        everybody = all_gather_facts(session.world, [problems, digest])
+        found = next((problems for problems, _ in everybody if problems), [])
+        others = [place for place, (_, one) in enumerate(everybody) if one != everybody[0][1]]
+        if others and not found:
+            why = "has another checkpoint of this name than rank 0; give all hosts the same files"
+            found = [f"{text}: rank {others[0]} {why}"]
         if not found:
-            log(f"resumed after step {fact['step']}: {text}; {moved(start, worker)}")
-            return fact["step"]
+            log(f"resumed after step {manifest.step}: {text}; {moved(start, worker)}")
+            return manifest.step
         wrong += found
         if text != start.candidates[-1]:
             for problem in found:
@@ -386,25 +384,6 @@ def load_newest(session, worker, start: Start, log) -> int:
         raise DataError(wrong)
 
     return session.agree(refuse)
-
-
-def _try(worker, folder: Path) -> dict:
-    """Load this rank's state from a checkpoint; return the step, problems, and its digest."""
-    try:
-        manifest = read_manifest(folder)
-        load_state(worker, folder, manifest)
-        return {"step": manifest.step, "problems": [], "digest": digest_of_weights(str(folder))}
-    except DataError as error:
-        return {"step": 0, "problems": error.problems, "digest": ""}
-
-
-def _of_all(facts: list[dict], folder: str) -> list[str]:
-    """Return the problems of the first rank that has some, or that ranks read other checkpoints."""
-    if problems := next(filter(None, (fact["problems"] for fact in facts)), []):
-        return problems
-    others = [place for place, fact in enumerate(facts) if fact["digest"] != facts[0]["digest"]]
-    text = "has another checkpoint of this name than rank 0; give all hosts the same files"
-    return [f"{folder}: rank {others[0]} {text}"] if others else []
 
 
 def layout_words(layout: Mapping[str, int], schedule: str) -> str:

@@ -101,7 +101,10 @@ class Run:
         session, world = self.session, self.world
         self.start = start = resume.agreed_start(session, parsed.config.run)
         parsed = session.agree(lambda: resume.with_saved_settings(parsed, start, world.size))
-        checks = [resume.start_problems(start), (tensorboard_problems, EnvironmentProblem)]
+        checks = [
+            (partial(resume.start_problems, start), UsageError),
+            (tensorboard_problems, EnvironmentProblem),
+        ]
         if start.config and not parsed.chooses_layout:
             machine_path = None  # saved settings are kept: there is nothing to choose
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
@@ -158,7 +161,8 @@ class Run:
         hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
         headline = console.headline(config, self.world.size, len(hosts), schedule.num_stages)
         log(headline)
-        for note in (*self.inputs.notes, *warm_up_notes(config.train), *session.notes):
+        taken = session.held.note if session.held else ""
+        for note in filter(None, (*self.inputs.notes, *warm_up_notes(config.train), taken)):
             log(one_line(note))
         predicted = predict(config, grid.world_rank)
         # The ring has room for two whole steps, so that it still holds what led to a failure.
