@@ -5,8 +5,7 @@
 For each source it prints the errors of step time, by the constants of the package and by constants
 fitted without this source, compared with one constant utilization (MFU) for the source. It also
 shows how good the choice among measured layouts is, whether runs that took place are predicted to
-fit, whether reported utilization follows from its stated rule, and which ranks publishers' layouts
-have in plans. The default folder is bench/results.
+fit, and which ranks publishers' layouts have in plans. The default folder is bench/results.
 """
 
 from __future__ import annotations
@@ -20,23 +19,16 @@ from statistics import fmean, median
 
 from bench import results
 from bench.fit_planner import left_out
-from bench.runs import RECOMPUTE, Run, published_runs, read_rows, read_runs, shape_of
+from bench.runs import Run, published_runs, read_runs
 from mpipar.config.layout import sizes_text
-from mpipar.plan.job import utilization
 from mpipar.plan.memory import GIB, fullest
 from mpipar.plan.report import why_not
 from mpipar.plan.search import Question, search
 
 OUT = Path(__file__).parent / "results"
-COUNTED = (  # a part of the column `source`, how it counts FLOPs; all others: "model"
-    ("2104.04473", "hardware"),
-    ("2201.11990", "hardware"),
-    ("Megatron-Bridge", "causal"),
-    ("v25.02.01 nemotron", "whole-heads"),
-)
 CHOSEN = ("dgxc", "Nemotron", "Llama 3")
 ONE_NODE = "vTrain, one node"
-PRINTED = 5  # layouts that a plan prints
+PRINTED = 6  # layouts that a plan prints
 GROUPS = (  # title, a part of the column `source`, of `system`
     ("vTrain, many nodes", "ground_truth_multi", ""),
     ("Korthikanti et al.", "2205.05198", ""),
@@ -179,52 +171,6 @@ def order_of_schedules(runs, least: float = 0.02) -> tuple[int, int]:
     return sum(right), len(right)
 
 
-def rule_of(row: dict[str, str]) -> str:
-    """Return the rule of MFU_RULES by which a source counts FLOPs."""
-    for part, rule in COUNTED:
-        if part in row["source"]:
-            return rule
-    return "model"
-
-
-def reported(row: dict[str, str]) -> float | None:
-    """Return the ratio of FLOPs by a source's rule to those that it reports; None if it has none.
-
-    Shares of rows in 8 bits are of the peak in 8 bits, which is twice that in 16.
-    """
-    shape = shape_of(row) if row["step_s"] and row["gbs"] else None
-    if shape is None:
-        return None
-    flops = shape.step_flops(int(row["gbs"]), rule_of(row), RECOMPUTE.get(row["recompute"], "none"))
-    share = utilization(flops, float(row["step_s"]), int(row["n_gpu"]), float(row["peak_tflops"]))
-    if row["mfu_reported"]:
-        return share / float(row["mfu_reported"]) / (2 if "fp8" in row["precision"] else 1)
-    if row["tflops_gpu_reported"]:
-        return share * float(row["peak_tflops"]) / float(row["tflops_gpu_reported"])
-    return None
-
-
-def utilization_rows() -> list[dict]:
-    """Return how well the rule of each source that reports a utilization reproduces it."""
-    found = defaultdict(list)
-    for row in read_rows("published.csv"):
-        ratio = reported(row)
-        if ratio is not None:
-            found[row["source"].partition(" table")[0].partition(":")[0][:60], rule_of(row)].append(
-                ratio
-            )
-    return [
-        {
-            "source": source,
-            "rule": rule,
-            "rows": len(ratios),
-            "median %": 100 * (median(ratios) - 1),
-            "worst %": 100 * max((ratio - 1 for ratio in ratios), key=abs),
-        }
-        for (source, rule), ratios in found.items()
-    ]
-
-
 def answers(groups: dict[str, list[Run]]) -> list[dict]:
     """Return the predictions on choices, memory and the order of schedules, a row each."""
     right, pairs = order_of_schedules(groups["zero bubble"])
@@ -318,7 +264,6 @@ def main() -> None:
     for name, rows in (
         ("published", accuracies),
         ("published_answers", answers(groups)),
-        ("published_mfu", utilization_rows()),
         ("published_layouts", publishers(published_runs())),
     ):
         print(f"{results.text_table(rows)}\n")

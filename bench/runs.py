@@ -89,7 +89,7 @@ def stack_for(row: dict[str, str], machine: Machine) -> Stack:
     """
     stack, attention = replace(STACKS[stack_name(row)], pads=False), row["attn"]
     if not (attention != "unfused" if attention else machine.fused_attention):
-        stack = stack.unfused()
+        stack = replace(stack, fused=False, overlap=False)  # as software was before 2023
     if "DeepSpeed" in row["system"]:
         stack = replace(stack, gradient_bytes=2, unit=0.25)
     elif not any(part in row["system"] for part in FUSED_NORMS):
@@ -164,7 +164,9 @@ def run_of(row: dict[str, str], machines: dict[str, Machine]) -> Run | None:
         return None
     machine = machines[row["device"]]
     if row["net_per_gpu_gbps"]:
-        machine = machine.with_network(float(row["net_per_gpu_gbps"]))
+        inner, outer = machine.links
+        outer = replace(outer, gbytes_s=float(row["net_per_gpu_gbps"]) / 8)
+        machine = replace(machine, links=(inner, outer))
     stack = stack_for(row, machine)
     machine = machine if stack.fused else machine.with_links(latency=OLD_START)
     return Run(row, shape, layout_of(row), machine, stack, float(row["step_s"]))

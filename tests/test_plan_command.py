@@ -19,10 +19,9 @@ def test_a_plan_is_a_command_line_with_reasons():
     first, second, third = text.splitlines()[:3]
     assert first.startswith("dp ")
     assert "(best measured on h100: 55.5 %" in second
-    assert "76.0 GiB on the fullest rank; bound by " in third
+    assert "76.0 GiB on the fullest rank (mpipar's own step, on shapes); bound by " in third
     for words in (
         "mpiexec -n 16 mpipar train --preset llama-8b --layout dp=",
-        "mpipar's own step, on shapes: ",
         "why not first",
         "a network between nodes half as fast",
         "layouts weighed; not taken",
@@ -34,7 +33,7 @@ def test_a_plan_is_a_command_line_with_reasons():
 
 def test_json_has_what_the_text_says():
     found = json.loads(printed(*WORDS, "--json"))
-    assert len(found["layouts"]) == 5
+    assert len(found["layouts"]) == 6
     for one in found["layouts"]:
         assert one["step_s"] == pytest.approx(sum(one["parts_s"].values()))
         axes = [one["layout"][axis] for axis in ("dp", "pp", "cp", "tp")]
@@ -88,7 +87,10 @@ def test_a_machine_of_ones_own(tmp_path):
                 ("hbm_gbytes_s = 4800.0", "hbm_gbytes_s = -1", "hbm_gbytes_s is -1"),
                 ("memory_gib = 140.0", "memory_gib = 1e300", "memory_gib is 1e+300"),
                 ("joins = 8\n", "joins = 0\n", "links join 0, 0 devices"),
-                ("joins = 0\n", "joins = 16\n", "the last of links joins 16 devices"),
+                ("joins = 0\n", "joins = 12\n", "links join 8, 12 devices"),
+                ("joins = 0\n", "joins = 16\n", "links join 16 devices, the job has 32"),
+                ("[[links]]\njoins = 8\n", "[[links]]\njoins = 0\n", "links join 0, 0 devices"),
+                ('efficiency = "h100"', 'efficiency = "h100"\ndevice = "tpu"', "use cuda or cpu"),
                 ('efficiency = "h100"', 'efficiency = "x"', "efficiency x: no software"),
                 ("float16 = ", "float15 = ", "neither bfloat16 nor float16"),
             )
@@ -98,7 +100,9 @@ def test_a_machine_of_ones_own(tmp_path):
 def test_a_machine_that_cannot_be(name, text, problem, tmp_path):
     assert text != H200
     (tmp_path / name).write_text(text)
-    assert problem in str(refusal("plan", "llama-8b", "--machine", tmp_path / name, "--ranks", "8"))
+    assert problem in str(
+        refusal("plan", "llama-8b", "--machine", tmp_path / name, "--ranks", "32")
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,6 +125,8 @@ def test_a_machine_that_cannot_be(name, text, problem, tmp_path):
             ["does not divide the 8 experts; use one of 1, 2, 4, 8"],
         ),
         ((*WORDS, "--html", "x"), ["--html"]),
+        ((*WORDS, "--stack", "fsdp", "--layout", "tp=2"), ["fsdp cuts a job along dp only"]),
+        ((*WORDS, "--stack", "fsdp", "--zero", "1"), ["--stack fsdp has 0 and 3 only"]),
     ],
 )
 def test_refusals_name_everything(words, problems):

@@ -12,16 +12,17 @@ import pytest
 from bench import published as judged
 from bench.runs import published_runs, read_runs, stack_name
 from mpipar.config.presets import PRESETS
+from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.plan.job import STACKS, Layout, Shape, segments, utilization
 from mpipar.plan.machine import Link, fewest_members, load_machine, machine_names
-from mpipar.plan.memory import GIB, fullest, in_flight
+from mpipar.plan.memory import GIB, by_rank, fullest, in_flight, on_shapes
 from mpipar.plan.model import BEYOND, Pass, Rates, block_of, head_of, step_time
+from mpipar.plan.of_config import config_of
 from mpipar.plan.search import (
     Question,
     cuts,
-    makespan,
     nodes_of_data,
     orders,
     schedules,
@@ -147,25 +148,21 @@ def test_a_vocabulary_that_nobody_pads_slows_the_head_down():
     [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)],
 )
 @pytest.mark.parametrize("m", [8, 12, 48])
-def test_the_short_simulation_is_the_simulator(schedule, chunks, m):
-    """An independent program: it follows messages instead of passes."""
+def test_passes_and_microbatches_kept_are_the_simulator_s(schedule, chunks, m):
     layout = Layout(pp=4, num_microbatches=m, schedule=schedule, chunks=chunks)
-    counts = [2 + (stage % 3) for stage in range(layout.stages)]
-    seconds = {
-        kind: [many * one for many in counts]
-        for kind, one in zip("FIW", (1.0, 1.2, 0.7), strict=True)
-    }
-    seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"], strict=True)]
-    free = chunks if layout.family.looped else None
-    costs = Costs(*(tuple(seconds[kind]) for kind in "FIW"))
-    expected = simulate(make_schedule(schedule, 4, m, free), costs).makespan
-    assert makespan(layout, m, seconds) == pytest.approx(
-        float(expected), rel=2e-3 if m > 20 else 1e-9
-    )
+    shape, stack = shape_of("llama-8b"), STACKS["megatron"]
+    block = block_of(shape, layout, A100, stack)
+    counts = layout.blocks_of(shape.layers)
+    stages = [[one.total * many for many in counts] for one in (block.f, block.i, block.w)]
+    for passes in stages:
+        passes[-1] += block.head.total / 3
+    program = make_schedule(schedule, 4, m, chunks if layout.family.looped else None)
+    passes = float(simulate(program, Costs(*map(tuple, stages))).makespan)
+    step = step_time(shape, layout, A100, stack, block, passes)
+    assert step_time(shape, layout, A100, stack, block).total == pytest.approx(step.total, rel=0.05)
     if schedule != "zb-h2":  # its peak counts what waits for W, too
-        peak = max(simulate(make_schedule(schedule, 4, m, free), Costs()).peak_stash)
-        held = max(in_flight(schedule, 4, chunks, rank, m) for rank in range(4))
-        assert held == peak
+        pairs = itertools.chain(*(in_flight(schedule, 4, chunks, rank, m) for rank in range(4)))
+        assert max(map(sum, pairs)) == max(simulate(program, Costs()).peak_stash)
 
 
 @pytest.mark.parametrize("field", ["product_tflops", "hbm_gbytes_s", "attention_tflops"])
@@ -209,6 +206,28 @@ def test_recomputation_zero_and_tp_save_memory():
     assert plain.states == pytest.approx(18 * shape.parameters)
 
 
+@pytest.mark.parametrize(
+    ("preset", "layout"),
+    [
+        ("llama-8b", Layout(dp=8, zero=3, rows=2)),
+        ("llama-8b", Layout(dp=2, tp=4, sequence_parallel=True, zero=1)),
+        ("llama-8b", Layout(dp=8, recompute="block", zero=1, num_microbatches=2)),
+        ("mpt-30b", Layout(pp=4, tp=2, schedule="zb-h1", num_microbatches=8)),
+        ("mpt-30b", Layout(2, 4, 1, 2, 1, 8, "zb-v", 2, True, zero=1)),
+        ("mpt-30b", Layout(2, 4, 1, 1, 1, 8, "interleaved", 3, zero=3, outer="dp")),
+        ("mixtral-8x7b", Layout(8, 4, num_microbatches=8, ep=8)),
+    ],
+    ids=str,
+)
+def test_the_closed_form_of_our_own_memory_is_the_step_on_shapes(preset, layout):
+    """To a twelfth: gathered units, and what exchanges and messages need, are roundly counted."""
+    shape, named = shape_of(preset), build({"preset": preset})
+    config = config_of(named, shape, layout, "bfloat16", "cuda")
+    for rank, closed in by_rank(shape, layout, STACKS["mpipar"]).items():
+        real = on_shapes(resolve(config, layout.ranks)[0], layout, rank)
+        assert closed.total == pytest.approx(real.total, rel=1 / 12), rank
+
+
 # --- published steps
 
 
@@ -249,12 +268,6 @@ def test_memory_of_published_runs():
     assert abs(found["worst_gib"]) <= 3
 
 
-def test_reported_utilization_follows_from_its_rule():
-    for row in judged.utilization_rows():
-        assert abs(row["median %"]) <= 1, row
-        assert abs(row["worst %"]) <= 4, row
-
-
 def test_constants_belong_to_machines_and_stacks_only():
     """A run's error depends on nothing but its sizes, its layout, its machine and its stack."""
     for run in published_runs():
@@ -279,7 +292,7 @@ def test_search_finds_what_brute_force_finds():
     ]
     steps = [step_time(shape, one, A100, stack).modelled for one in every]
     found = [one.step.modelled for one in search(question).best]
-    assert min(found) == pytest.approx(min(steps), rel=0.02)  # a split backward is simulated
+    assert min(found) == min(steps)
     assert len(steps) > 400
 
 
@@ -298,6 +311,20 @@ def test_more_memory_never_gives_a_longer_step():
         best = search(asked(ranks=16)._replace(gib=gib)).best
         steps.append(min(one.step.modelled for one in best) if best else math.inf)
     assert steps == sorted(steps, reverse=True)
+
+
+def test_software_is_asked_for_layouts_that_it_has():
+    best = search(asked(stack="fsdp")).best
+    assert {(one.layout.dp, one.layout.zero) for one in best} <= {(16, 0), (16, 3)}
+
+
+def test_the_first_layout_fits_by_our_own_step():
+    named = build({"preset": "mpt-30b"})
+    question = asked("mpt-30b", A100, 32, "mpipar", 512)._replace(config=named)
+    best = search(question).best[0]
+    assert best.memory.total <= question.gib * GIB
+    small = question._replace(gib=best.memory.total / GIB - 0.1)
+    assert search(small).best[0].layout != best.layout
 
 
 def test_what_fits_and_what_cannot():

@@ -116,7 +116,7 @@ def configured(parsed, args):
         raise UsageError(problems)
     if notes:
         print("\n".join([*notes, ""]))
-    return config, load_machine(args.machine) if args.machine is not None else None
+    return config, load_machine(args.machine, world_size) if args.machine is not None else None
 
 
 def print_all_ranks(config, schedule, barriers_too: bool) -> None:

@@ -47,7 +47,9 @@ class Arguments:
         None, "tokens per sequence (default: the model's)", low=1, high=1 << 24, metavar="T"
     )
     dtype: str | None = setting(
-        None, "number format (default: the machine's 16-bit format)", choices=FORMATS
+        None,
+        "number format (default: the machine's 16-bit format; float32 on processors)",
+        choices=FORMATS,
     )
     stack: str = setting("mpipar", "software whose efficiency is assumed", choices=tuple(STACKS))
     memory_limit: int | None = setting(
@@ -66,7 +68,9 @@ class Arguments:
     zero: int | None = setting(
         None, "fix the ZeRO stage", choices=FIELDS["zero"].metadata["choices"]
     )
-    top: int = setting(5, "number of layouts to print", low=1, high=100, metavar="K")
+    top: int = setting(
+        6, "number of layouts to print, with the reason why not first", low=1, high=100, metavar="K"
+    )
     json: bool = switch("print everything as JSON and nothing else")
 
 
@@ -138,14 +142,25 @@ def question_of(args: Arguments, job: Job) -> Question:
                 f" {longest} tokens; use that, or leave it out"
             )
         model = replace(model, seq_len=args.seq_len)
-    machine = load_machine(args.machine)
-    dtype = args.dtype or machine.dtype_16
+    machine = load_machine(args.machine, args.ranks)
+    dtype = args.dtype or machine.dtype
     if dtype not in machine.peak_tflops:
         known = ", ".join(one for one in FORMATS if one in machine.peak_tflops)
         raise UsageError(f"--dtype {dtype}: {machine.name} has no rate for it; use one of {known}")
     preset = PRESETS[job.config.run.preset]["batch_size"]
     batch = args.batch_size or job.config.train.batch_size or preset
-    fixed = fixed_parts(args, [])
+    fixed, stack = fixed_parts(args, []), STACKS[args.stack]
+    for name in LAYOUT:
+        if fixed.get(name, 1) > 1 and name not in stack.axes:
+            raise UsageError(
+                f"--layout {name}={fixed[name]}: --stack {args.stack} cuts a job along"
+                f" {', '.join(stack.axes)} only; leave {name} out"
+            )
+    if fixed.get("zero", 0) not in stack.zeros:
+        raise UsageError(
+            f"--zero {fixed['zero']}: --stack {args.stack} has"
+            f" {' and '.join(map(str, stack.zeros))} only"
+        )
     dp, ep = (fixed.get(name, 1) for name in ("dp", "ep"))
     if ep > 1 and not model.experts:
         raise UsageError(
@@ -167,10 +182,11 @@ def question_of(args: Arguments, job: Job) -> Question:
         machine.with_dtype(dtype),
         args.ranks,
         gib * (1 - FREE / 100),
-        STACKS[args.stack].with_dtype(dtype),
+        stack.with_dtype(dtype),
         batch,
         fixed,
-        dtype=dtype,
+        dtype,
+        job.config,
     )
 
 

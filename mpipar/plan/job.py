@@ -14,13 +14,6 @@ from mpipar.config.model import ModelConfig
 from mpipar.pipeline.schedules.families import FAMILIES, Family
 from mpipar.plan.machine import Machine
 
-MFU_RULES = {
-    "model": "3 x forward of all matmuls and of attention over the whole square; the head once",
-    "causal": "attention over the half of the square that a token may see",
-    "hardware": "and the forward passes that run again",
-    "embedding": "and a matmul with the input embedding, as if its look-up were one",
-    "whole-heads": "keys and values as wide as queries, whatever the model has",
-}
 # Names of schedules in published runs, and the schedule that keeps as much of as many microbatches.
 PUBLISHED = {"none": "1f1b", "zb-1p": "zb-h1", "zb-2p": "zb-h2"}
 BY_NAME = FAMILIES | {name: FAMILIES[own] for name, own in PUBLISHED.items()}
@@ -125,22 +118,15 @@ class Shape:
         """Weights of the whole model."""
         return self.layers * self.block_parameters + self.table_parameters
 
-    def step_flops(self, rows: int, rule: str = "model", recompute: str = "none") -> float:
-        """Return the FLOPs of a step over `rows` sequences by one of MFU_RULES.
+    def step_flops(self, rows: int) -> float:
+        """Return the FLOPs of a step over `rows` sequences, without what runs again.
 
         A matmul of a token with n weights takes 2n FLOPs forward and 4n backward. Scores and values
         of a token take 4Tah forward over the whole square. Source: arXiv 2104.04473 appendix,
         extended to grouped heads and gates.
         """
-        matmuls = 2 * self.passed_parameters
-        if rule == "whole-heads":
-            matmuls += 4 * self.width * (self.heads - self.kv_heads) * self.head_dim
-        attention = 4 * self.tokens * self.heads * self.head_dim
-        attention *= 0.5 if rule == "causal" else 1
-        head = 2 * self.vocab * self.width * (2 if rule == "embedding" else 1)
-        again = {"none": 0, "attention": attention, "block": matmuls + attention}[recompute]
-        forwards = 3 * (matmuls + attention) + (again if rule == "hardware" else 0)
-        return rows * self.tokens * (self.layers * forwards + 3 * head)
+        forward = 2 * self.passed_parameters + 4 * self.tokens * self.heads * self.head_dim
+        return 3 * rows * self.tokens * (self.layers * forward + 2 * self.vocab * self.width)
 
 
 def utilization(flops: float, seconds: float, devices: int, peak_tflops: float) -> float:
@@ -195,11 +181,6 @@ class Layout(NamedTuple):
         return self.tp * (self.pp if self.outer == "dp" else 1)
 
     @property
-    def rank_order(self) -> tuple[str, ...]:
-        """The axes, outermost first."""
-        return (self.outer, "dp" if self.outer == "pp" else "pp", "cp", "tp")
-
-    @property
     def stages(self) -> int:
         return self.pp * self.chunks
 
@@ -218,36 +199,22 @@ class Layout(NamedTuple):
         """The pipeline rank that holds the last stage."""
         return 0 if self.folded else self.pp - 1
 
-    def rank_of(self, stage: int) -> int:
-        """Return the pipeline rank that holds a stage."""
-        return min(stage, self.stages - 1 - stage) if self.folded else stage % self.pp
-
     def tables_of(self, rank: int) -> int:
         """Return how many of the embedding and the head a pipeline rank has."""
         return (rank == 0) + (rank == self.last_rank)
 
     def blocks_of(self, layers: int) -> tuple[int, ...]:
-        """Return the blocks of each stage; see `spread_over`."""
-        return spread_over(layers, self.stages)
+        """Return the blocks of each stage; the remainder goes to the middle, away from the ends."""
+        share, left = divmod(layers, self.stages)
+        first = (self.stages - left) // 2
+        return tuple(share + (first <= stage < first + left) for stage in range(self.stages))
 
     def blocks_by_rank(self, layers: int) -> tuple[int, ...]:
-        """Return the blocks of each pipeline rank."""
-        return summed_by_rank(layers, self.pp, self.chunks, self.folded)
-
-
-def spread_over(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the blocks of each stage; the remainder goes to the middle, away from the ends."""
-    share, left = divmod(layers, stages)
-    first = (stages - left) // 2
-    return tuple(share + (first <= stage < first + left) for stage in range(stages))
-
-
-def summed_by_rank(layers: int, pp: int, chunks: int, folded: bool) -> tuple[int, ...]:
-    """Return the blocks of each pipeline rank, of all its stages."""
-    counts = spread_over(layers, pp * chunks)
-    if folded:
-        return tuple(counts[rank] + counts[-1 - rank] for rank in range(pp))
-    return tuple(sum(counts[rank::pp]) for rank in range(pp))
+        """Return the blocks of each pipeline rank, of all its stages."""
+        counts = self.blocks_of(layers)
+        if self.folded:
+            return tuple(counts[rank] + counts[-1 - rank] for rank in range(self.pp))
+        return tuple(sum(counts[rank :: self.pp]) for rank in range(self.pp))
 
 
 class Segment(NamedTuple):
@@ -289,8 +256,9 @@ class Constants(NamedTuple):
 class Stack:
     """A software stack.
 
-    sets: (generation, constants) of machines. spread: percent by which half of its published steps
-    differ from the model, or more. fused: attention without scores in memory. *_bytes: of a
+    sets: (generation, constants) of machines. spread: percent by which half of the published steps
+    of its evidence differ from the model, or more. axes, zeros: along which it cuts a job, and the
+    stages of ZeRO that it has. fused: attention without scores in memory. *_bytes: of a
     parameter. overlap: whether gathers and sums overlap with matmuls. unit: blocks that are
     gathered at once. every_other: selective recompute repeats every other matmul, and what lies
     between them. own: whether it is mpipar, whose memory a step on shapes tells. norm_bytes: of a
@@ -302,6 +270,8 @@ class Stack:
     sets: tuple[tuple[str, Constants], ...]
     evidence: str
     spread: float
+    axes: tuple[str, ...] = ("dp", "pp", "cp", "tp", "ep")
+    zeros: tuple[int, ...] = (0, 1, 3)
     fused: bool = True
     weight_bytes: float = 2
     gradient_bytes: float = 4
@@ -327,10 +297,6 @@ class Stack:
         wide = {"weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8, "wire_bytes": 4}
         return replace(self, **wide, number_bytes=4)
 
-    def unfused(self) -> Stack:
-        """Return the same stack as it was before 2023: scores in memory, and no overlap."""
-        return replace(self, fused=False, overlap=False)
-
 
 MEGATRON = (
     ("a100", Constants(0.946, 1.71, 1.04, 808.0)),
@@ -343,9 +309,11 @@ FSDP = (
 STACKS = {
     "mpipar": Stack(
         MEGATRON,
-        "none of its steps is measured on a GPU: it is given Megatron-LM's constants",
+        "none of mpipar's own steps is measured on a GPU; its constants and this figure are"
+        " Megatron-LM's",
         3.0,
         own=True,
+        logit_bytes=0,
     ),
     "megatron": Stack(
         MEGATRON, "170 published steps of Megatron-LM and its relatives, and 730 on one node", 3.0
@@ -354,6 +322,8 @@ STACKS = {
         FSDP,
         "108 published steps of PyTorch FSDP",
         3.0,
+        axes=("dp",),
+        zeros=(0, 3),
         weight_bytes=4,
         optimizer_bytes=8,
         every_other=True,

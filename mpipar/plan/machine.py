@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from mpipar.files.typed import built
 
 SHEETS = Path(__file__).parent / "machines"
 GENERATIONS = ("a100", "h100")  # whose constants of a software stack apply
+DEVICES = ("cuda", "cpu")
 LARGEST = 1e12  # of any figure
 OLD_START = 3.5  # of collectives before 2023: two tables of A100, for different versions of NCCL
 SHORT, LATE = 0.66, 3.5  # of a node's links: rate of the low-latency way, latency of the other
@@ -30,7 +31,7 @@ NETWORK = 0.9  # share of an adapter's rate that collectives reach
 
 @dataclass(frozen=True)
 class Link:
-    """A level of links. joins: devices that it joins; 0 for any number, in the last level.
+    """A level of links. joins: devices that it joins; 0 for any number, in the last of several.
 
     gbytes_s: what a ring of devices moves through each device in one direction. A group across the
     level's units adds up the rates of its members in a unit. latency_us: of a collective.
@@ -48,9 +49,10 @@ class Machine:
     peak_tflops: by number format. product_*: a matmul of 16-bit numbers takes product_us + FLOPs /
     product_tflops + bytes / product_gbytes_s. attention_tflops: fused attention forward.
     ceiling_tflops: the fastest matmul that was measured, or 0.9 of the peak. best_mfu: percent of
-    the peak that the best published training step reaches, by the rule `model`; 0 where none is
+    the peak that the best published training step reaches (`Shape.step_flops`); 0 where none is
     known. efficiency: the generation whose constants of a stack apply. fused_attention: whether
     software that does not state it avoids storing scores. basis: where the figures come from.
+    device: what mpipar calls it, cuda or cpu.
     """
 
     name: str
@@ -67,6 +69,7 @@ class Machine:
     fused_attention: bool
     links: tuple[Link, ...]
     best_mfu: float = 0.0
+    device: str = "cuda"
 
     @property
     def per_node(self) -> int:
@@ -77,6 +80,11 @@ class Machine:
     def dtype_16(self) -> str:
         """The 16-bit number format used for training: the one with the wider range."""
         return "bfloat16" if "bfloat16" in self.peak_tflops else "float16"
+
+    @property
+    def dtype(self) -> str:
+        """The number format that is planned with: processors compute in 32 bits at least."""
+        return "float32" if self.device == "cpu" else self.dtype_16
 
     def with_dtype(self, dtype: str) -> Machine:
         """Return the machine with matmuls of another format, in proportion to its peak."""
@@ -102,11 +110,6 @@ class Machine:
             ),
         )
 
-    def with_network(self, gbits_per_device: float) -> Machine:
-        """Return the machine with a network of another rate."""
-        inner, *_, outer = self.links
-        return replace(self, links=(inner, replace(outer, gbytes_s=gbits_per_device / 8)))
-
     # --- collectives: latency, and bytes over a rate. Volumes of rings: Patarasuk and Yuan 2009.
 
     def collective(self, nbytes: float, ranks: int, stride: int = 1, ring: bool = False) -> float:
@@ -115,30 +118,33 @@ class Machine:
         stride: how many ranks apart neighbours of the group are. ring: whether pieces take a step
         for every rank, as those of gathers do; libraries sum across nodes along trees.
         """
-        if ranks == 1:
-            return 0.0
-        moved, members, start_us, seconds = (ranks - 1) / ranks * nbytes, 1, 0.0, 0.0
-        for number, link in enumerate(self.links):
-            inside = members  # of a unit that the level below joins
-            last = number == len(self.links) - 1
-            members = ranks if last else fewest_members(ranks, stride, link.joins)
-            if members == inside:
-                continue
-            if number == 0:
+        moved, start_us, seconds = (ranks - 1) / ranks * nbytes, 0.0, 0.0
+        for link, inside, members in self.crossed(ranks, stride):
+            start_us += link.latency_us
+            if link is self.links[0]:
                 seconds = in_a_node(link, moved)
-                start_us = link.latency_us
+                continue
+            units = members / inside
+            if ring:
+                steps_us = (members - units) * STEP_US[0] + units * STEP_US[1]
             else:
-                units = members / inside
-                start_us += link.latency_us
-                if ring:
-                    steps_us = (members - units) * STEP_US[0] + units * STEP_US[1]
-                else:
-                    steps_us = link.latency_us * (math.log2(max(2.0, units)) - 1)
-                across = moved / (inside * link.gbytes_s * NETWORK * 1e9)
-                seconds = max(seconds, (start_us + steps_us) * 1e-6 + across)
-            if members == ranks:
-                break
+                steps_us = link.latency_us * (math.log2(max(2.0, units)) - 1)
+            across = moved / (inside * link.gbytes_s * NETWORK * 1e9)
+            seconds = max(seconds, (start_us + steps_us) * 1e-6 + across)
         return seconds
+
+    def crossed(self, ranks: int, stride: int) -> Iterator[tuple[Link, int, int]]:
+        """Yield (level, members in a unit of the level below, in one of its own) of a group.
+
+        Levels that nothing crosses are left out.
+        """
+        inside = 1
+        for link in self.links:
+            last = link is self.links[-1]
+            members = ranks if last else fewest_members(ranks, stride, link.joins)
+            if members > inside:
+                yield link, inside, members
+                inside = members
 
     def all_reduce(self, nbytes: float, ranks: int, stride: int = 1) -> float:
         """Return the seconds of a sum of `nbytes` on each of `ranks` ranks."""
@@ -153,14 +159,12 @@ class Machine:
 
         What goes to other units leaves through a rank's own adapter.
         """
-        seconds, members = 0.0, 1
-        for number, link in enumerate(self.links):
-            inside, last = members, number == len(self.links) - 1
-            members = ranks if last else fewest_members(ranks, stride, link.joins)
+        seconds = 0.0
+        for link, inside, members in self.crossed(ranks, stride):
             share = (members - inside) / ranks * nbytes
-            if share and number == 0:
+            if link is self.links[0]:
                 seconds = in_a_node(link, share)
-            elif share:
+            else:
                 rate = link.gbytes_s * NETWORK * 1e9
                 seconds = max(seconds, link.latency_us * 1e-6 + share / rate)
         return seconds
@@ -178,20 +182,7 @@ def fewest_members(ranks: int, stride: int, unit: int) -> int:
     Groups are contiguous, so that those of 6 ranks on nodes of 8 are 6, 2 + 4, 4 + 2, 6.
     """
     span = ranks * stride
-    if unit % span == 0:
-        return ranks
-    if stride % unit == 0:
-        return 1
-    if unit % stride == 0 and span % unit == 0:
-        return unit // stride
-    fewest = ranks
-    for group in range(unit // math.gcd(span, unit)):
-        for first in range(group * span % unit, group * span % unit + stride):
-            last = first + (ranks - 1) * stride
-            if first // unit != last // unit:
-                begins = math.ceil((unit - first % unit) / stride)
-                fewest = min(fewest, begins, last % unit // stride + 1, max(1, unit // stride))
-    return fewest
+    return ranks if unit % span == 0 else max(1, math.gcd(span, unit) // stride)
 
 
 def in_a_node(link: Link, moved: float) -> float:
@@ -209,10 +200,11 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in SHEETS.glob("*.toml"))
 
 
-def load_machine(name: str) -> Machine:
-    """Return the Machine of a name, or of a TOML file's path.
+def load_machine(name: str, ranks: int = 1) -> Machine:
+    """Return the Machine of a name, or of a TOML file's path, for a job of so many ranks.
 
-    Raises UsageError for an unknown name, DataError for a file that is no data sheet.
+    Raises UsageError for an unknown name, DataError for a file that is no data sheet, or whose
+    links do not join so many.
     """
     names = machine_names()
     if name in names:
@@ -229,25 +221,30 @@ def load_machine(name: str) -> Machine:
     values = read_toml(path, DataError)
     with problems_as(DataError, str(path)):
         machine = built(Machine, {"name": path.stem} | values, "the file")
-    if wrong := list(sheet_problems(machine)):
+    if wrong := list(sheet_problems(machine, ranks)):
         raise DataError([f"{path}: {one}" for one in wrong])
     return machine
 
 
-def sheet_problems(machine: Machine) -> Iterator[str]:
+def sheet_problems(machine: Machine, ranks: int) -> Iterator[str]:
     """Yield what no machine has, and what plans would misread."""
-    for place, value in figures(asdict(machine)):
+    nested = {"peak_tflops": machine.peak_tflops}
+    nested |= {f"links[{number}]": vars(link) for number, link in enumerate(machine.links)}
+    numbers = {name: one for name, one in vars(machine).items() if type(one) in (int, float)}
+    for place, values in nested.items():
+        numbers |= {f"{place}.{name}": one for name, one in values.items()}
+    for place, value in numbers.items():
         zero = place.endswith(("_us", "joins", "best_mfu"))
         if not 0 <= value <= LARGEST or (value == 0 and not zero):
             yield f"{place} is {value:g}, which cannot be"
-    if not machine.links:
-        yield "links must name at least one level"
-        return
-    joins = [link.joins for link in machine.links]
-    if joins[-1] != 0:
-        yield f"the last of links joins {joins[-1]} devices; add one with joins = 0 for the rest"
-    if 0 in joins[:-1] or any(two % one for one, two in pairwise(joins[:-1])):
-        yield f"links join {', '.join(map(str, joins))} devices; each must divide the next one"
+    joins = [link.joins for link in machine.links] or [0]
+    if 0 in (joins[0], *joins[:-1]) or any(two % one for one, two in pairwise(joins)):
+        yield (
+            f"links join {', '.join(map(str, joins))} devices: each level must join a multiple of"
+            " the one before; only the last of several may be 0, which is any number"
+        )
+    elif 0 < joins[-1] < ranks:
+        yield f"links join {joins[-1]} devices, the job has {ranks}: add a level that joins more"
     if machine.ceiling_tflops > max(machine.peak_tflops.values(), default=0.0):
         yield f"ceiling_tflops is {machine.ceiling_tflops:g}, above the peak"
     if machine.efficiency not in GENERATIONS:
@@ -257,15 +254,5 @@ def sheet_problems(machine: Machine) -> Iterator[str]:
         )
     if not machine.peak_tflops.keys() & {"bfloat16", "float16"}:
         yield "peak_tflops names neither bfloat16 nor float16"
-
-
-def figures(values: object, place: str = "") -> Iterator[tuple[str, float]]:
-    """Yield (place, number) of every number in nested values."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            yield from figures(value, f"{place}.{key}" if place else key)
-    elif isinstance(values, list | tuple):
-        for number, value in enumerate(values):
-            yield from figures(value, f"{place}[{number}]")
-    elif isinstance(values, int | float) and not isinstance(values, bool):
-        yield place, float(values)
+    if machine.device not in DEVICES:
+        yield f"device {brief(machine.device)}: use {' or '.join(DEVICES)}"

@@ -1,8 +1,8 @@
-"""The memory of a rank in closed form: parameter states, the stash of its microbatches, the rest.
+"""The memory of a rank: parameter states, the stash of its microbatches, and the rest.
 
-The stash of a block is that of arXiv 2205.05198, extended to grouped heads and gates: inputs of
-norms, of matmuls and of the activation function, masks of dropout, and scores where they are
-stored. `confirm` in report.py asks mpipar's own step on shapes instead. Letters as in job.py.
+In closed form, the stash of a block is that of arXiv 2205.05198, extended to grouped heads and
+gates: inputs of norms, of matmuls and of the activation function, masks of dropout, and scores
+where they are stored. `on_shapes` asks mpipar's own step instead. Letters as in job.py.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from mpipar.config.sections import Config
 from mpipar.pipeline.instructions import parts
 from mpipar.plan.job import BY_NAME, Layout, Shape, Stack, segments
+from mpipar.study.explain.predict import predict
 
 GIB = 1 << 30
-AGAIN = 2.5  # a recomputed block holds its stash, and gradients in two widths besides
+AGAIN = 2.5  # a recomputed block holds its stash, and gradients in two widths besides: published
 RESERVE = 1.75 * GIB  # contexts, libraries and buffers of collectives
 STEADY = 3  # beyond this many microbatches per rank no order keeps more
 BETWEEN = 0.03  # of a step's temporary arrays: memory lost to fragmentation
 
 
 class Memory(NamedTuple):
-    """Bytes of a rank, by label."""
+    """Bytes of a rank, by label. reserve: outside of arrays, and lost to fragmentation."""
 
     weights: float
     gradients: float
     optimizer: float
     stash: float
     buffers: float
+    reserve: float
 
     @property
     def states(self) -> float:
@@ -35,19 +38,19 @@ class Memory(NamedTuple):
         return self.weights + self.gradients + self.optimizer
 
     @property
-    def reserve(self) -> float:
-        """Memory outside of arrays, and fragmentation."""
-        return RESERVE + BETWEEN * (self.stash + self.buffers)
-
-    @property
     def total(self) -> float:
-        return sum(self) + self.reserve
+        return sum(self)
 
 
 class Stash(NamedTuple):
-    """Bytes of one microbatch in one block: kept until backward, and needed while it runs again."""
+    """Bytes of one microbatch in one block.
+
+    kept: from forward to the input gradient. later: from there to a postponed weight gradient.
+    again: needed while it runs again.
+    """
 
     kept: float
+    later: float
     again: float
 
 
@@ -62,8 +65,9 @@ def stash_of(shape: Shape, layout: Layout, stack: Stack) -> Stash:
     q, kv = (count * shape.head_dim / tp for count in (shape.heads, shape.kv_heads))
     share, k, gates = shape.expert_share, shape.experts_per_token, shape.gates
     dense = (1 - share) * shape.ffn + share * shape.shared_ffn
-    wide = (gates + 1) * (dense + share * k * shape.expert_ffn) / tp
-    kept = 4 * once + e * n * (2 * q + 2 * kv + wide + share * k * shape.width)
+    f = (dense + share * k * shape.expert_ffn) / tp
+    wide = 2 if stack.own else gates + 1
+    kept = 4 * once + e * n * (2 * q + 2 * kv + wide * f + share * k * shape.width)
     if stack.norm_bytes:  # replaces numbers as wide as the others
         kept += 2 * once * (stack.norm_bytes / e - 1)
     scores = 0.0
@@ -75,27 +79,38 @@ def stash_of(shape: Shape, layout: Layout, stack: Stack) -> Stash:
         "attention": kept * (0.6 if stack.every_other else 1),
         "none": kept + scores,
     }[layout.recompute]
-    again = AGAIN * kept - own + scores if layout.recompute == "block" else 0.0
-    return Stash(own, max(0.0, again))
+    both = AGAIN * kept
+    if stack.own:  # and two gradients of whole tokens, those of routed ones, and a gate's product
+        width = (2 + share * k) * shape.width + (gates + 1 - wide) * f
+        both = kept + 2 * once + e * n * width
+    again = max(0.0, both - own + scores) if layout.recompute == "block" else 0.0
+    return Stash(own, both if stack.own else own, again)
 
 
-def in_flight(schedule: str, pp: int, chunks: int, rank: int, m: int) -> int:
-    """Return how many microbatches of a stage a rank keeps at its fullest, by its order of passes.
+def in_flight(schedule: str, pp: int, chunks: int, rank: int, m: int) -> list[tuple[int, int]]:
+    """Return how many microbatches of a stage a rank keeps when it is fullest, in its own order.
 
-    A split backward keeps one until its weight gradient.
+    Each pair is (those before their input gradient, those between it and the weight gradient); only
+    moments are given that no other has more of both.
     """
     family = BY_NAME[schedule]
     m = min(m, STEADY * pp)
-    held = most = 0
+    waiting = pending = 0
+    most: dict[int, int] = {}  # pending -> waiting
     for instr in family.order(pp, rank, m, *(chunks,) if family.looped else ()):
         for kind, _, _ in parts(instr):
-            held += (kind == "F") - (kind == ("W" if family.split else "I")) - (kind == "B")
-        most = max(most, held)
-    return most
+            waiting += {"F": 1, "W": 0}.get(kind, -1)
+            pending += (kind == "I") - (kind == "W")
+        most[pending] = max(most.get(pending, 0), waiting)
+    pairs: list[tuple[int, int]] = []
+    for later, before in sorted(most.items(), reverse=True):
+        if not pairs or before > pairs[-1][0]:
+            pairs.append((before, later))
+    return pairs
 
 
 def memory_of(
-    shape: Shape, layout: Layout, stack: Stack, rank: int, blocks: int, stash: Stash, flight: int
+    shape: Shape, layout: Layout, stack: Stack, rank: int, blocks: int, stash: Stash, flight: float
 ) -> Memory:
     """Return the memory of a pipeline rank of so many blocks. flight: see `in_flight`."""
     e, tp, tables = stack.number_bytes, layout.tp, layout.tables_of(rank)
@@ -114,24 +129,42 @@ def memory_of(
         buffers += (first + second) * e + first * stack.gradient_bytes
     elif layout.zero == 2:
         buffers += whole * e
+    kept = blocks / layout.chunks * flight * stash.kept + e * tokens * shape.width * tables
     return Memory(
         (shared if layout.zero >= 3 else whole) * stack.weight_bytes,
         (shared if layout.zero >= 2 else whole) * stack.gradient_bytes,
         (shared if layout.zero else whole) * stack.optimizer_bytes,
-        blocks / layout.chunks * flight * stash.kept + e * tokens * shape.width * tables,
+        kept,
         buffers,
+        RESERVE + BETWEEN * (kept + buffers),
     )
 
 
-Flights = Callable[[str, int, int, int, int], int]  # in_flight, which a search may cache
+Flights = Callable[[str, int, int, int, int], list[tuple[int, int]]]  # in_flight, perhaps cached
+
+
+def by_rank(
+    shape: Shape, layout: Layout, stack: Stack, flights: Flights = in_flight
+) -> dict[int, Memory]:
+    """Return the memory of the pipeline ranks that may be fullest: the ends, and those beside."""
+    stash, blocks = stash_of(shape, layout, stack), layout.blocks_by_rank(shape.layers)
+    order, last = (layout.schedule, layout.pp, layout.chunks), layout.pp - 1
+    found, later = {}, stash.later / stash.kept
+    for rank in sorted({0, min(1, last), max(last - 1, 0), last}):
+        pairs = flights(*order, rank, layout.num_microbatches)
+        flight = max(waiting + later * pending for waiting, pending in pairs)
+        found[rank] = memory_of(shape, layout, stack, rank, blocks[rank], stash, flight)
+    return found
 
 
 def fullest(shape: Shape, layout: Layout, stack: Stack, flights: Flights = in_flight) -> Memory:
-    """Return the memory of the fullest rank: an end of the pipeline, or the one beside it."""
-    stash, blocks = stash_of(shape, layout, stack), layout.blocks_by_rank(shape.layers)
-    schedule, last = (layout.schedule, layout.pp, layout.chunks), layout.pp - 1
-    found = []
-    for rank in {0, min(1, last), max(last - 1, 0), last}:
-        flight = flights(*schedule, rank, layout.num_microbatches)
-        found.append(memory_of(shape, layout, stack, rank, blocks[rank], stash, flight))
-    return max(found, key=lambda one: one.total)
+    """Return the memory of the fullest rank in closed form."""
+    return max(by_rank(shape, layout, stack, flights).values(), key=sum)
+
+
+def on_shapes(config: Config, layout: Layout, pp_rank: int) -> Memory:
+    """Return what mpipar's own step keeps on a pipeline rank. config: resolved."""
+    peaks = predict(config, pp_rank * layout.stage_stride).peak_bytes
+    known = {name: peaks.get(name, 0) for name in Memory._fields}
+    known["buffers"] += sum(peaks.values()) - sum(known.values())
+    return Memory(**known | {"reserve": RESERVE})

@@ -1,8 +1,11 @@
-"""The step of a run's own configuration on a machine: for `explain` and `--layout auto`."""
+"""A layout as the configuration of a run, and the step of a configuration on a machine."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from mpipar import models
+from mpipar.comm.grid import AXES
 from mpipar.config.sections import Config
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.errors import UsageError
@@ -12,6 +15,28 @@ from mpipar.plan.model import Step, block_of, step_time
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.simulate import simulate
 from mpipar.train.build import configured_schedule
+
+
+def config_of(named: Config, shape: Shape, layout: Layout, dtype: str, device: str) -> Config:
+    """Return the Config of a layout, before it is resolved. named: it names the model."""
+    inner = "pp" if layout.outer == "dp" else "dp"
+    grid = replace(
+        named.grid,
+        **{axis: getattr(layout, axis) for axis in (*AXES, "ep", "num_microbatches", "schedule")},
+        chunks=layout.chunks if layout.family.looped else None,
+        stage_layers=layout.blocks_of(shape.layers) if layout.pp > 1 else None,
+        rank_order=f"{layout.outer},{inner},cp,tp",
+    )
+    return replace(
+        named,
+        grid=grid,
+        model=replace(
+            named.model, seq_len=shape.tokens, sequence_parallel=layout.sequence_parallel
+        ),
+        train=replace(named.train, batch_size=layout.dp * layout.rows * layout.num_microbatches),
+        memory=replace(named.memory, recompute=layout.recompute, zero=layout.zero),
+        run=replace(named.run, dtype=dtype, device=device),
+    )
 
 
 def step_of(config: Config, machine: Machine) -> Step:

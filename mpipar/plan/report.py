@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import replace
 from importlib.resources import files
 from typing import NamedTuple
 
 from mpipar.comm.grid import AXES
 from mpipar.config.layout import sizes_text, typed
-from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.console.tables import short_count, table
-from mpipar.errors import UserError
 from mpipar.files.text import counted
 from mpipar.plan.job import Layout, utilization
-from mpipar.plan.memory import GIB, RESERVE
+from mpipar.plan.memory import GIB
 from mpipar.plan.model import Step, step_time
+from mpipar.plan.of_config import config_of
 from mpipar.plan.search import Candidate, Plan, Question, nodes_of_data, search
-from mpipar.study.explain.predict import predict
 
 PARTS = {
     "products": "matmuls",
@@ -68,7 +65,6 @@ def report(question: Question, plan: Plan, job: Job) -> str:
         verdict(question, plan),
         command_line(question, job, best),
         head,
-        own_memory(question, job, best),
         parts_table(best),
         f"layouts, each the best of its grid\n{ranking(question, plan)}",
         sensitivity(question, plan),
@@ -84,16 +80,17 @@ def verdict(question: Question, plan: Plan) -> str:
     seconds = best.step.total
     tokens = question.batch_size * question.shape.tokens / seconds
     share, known = 100 * mfu(question, best), machine.best_mfu
+    how = "mpipar's own step, on shapes" if question.stack.own else "in closed form"
     beside = f"best measured on {machine.name}: {known:.1f} %" if known else "none is measured"
     lines = [
         candidate_words(best),
         (
-            f"{seconds:.3f} s a step, {short_count(tokens)} tokens/s, MFU up to {share:.1f} %"
+            f"{seconds:.4g} s a step, {short_count(tokens)} tokens/s, MFU up to {share:.1f} %"
             f" ({beside}" + ("; this is beyond any published run)" if 0 < known < share else ")")
         ),
         (
-            f"{best.memory.total / GIB:.1f} of {question.gib:.1f} GiB on the fullest rank; bound by"
-            f" {PARTS[bound_by(best.step)]}"
+            f"{best.memory.total / GIB:.1f} of {question.gib:.1f} GiB on the fullest rank ({how});"
+            f" bound by {PARTS[bound_by(best.step)]}"
         ),
     ]
     if plan.tied:
@@ -106,10 +103,9 @@ def verdict(question: Question, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def mfu(question: Question, one: Candidate, rule: str | None = None) -> float:
-    """Return the share of the devices' peak, by the question's rule."""
-    rule = rule or question.mfu_rule
-    flops = question.shape.step_flops(question.batch_size, rule, one.layout.recompute)
+def mfu(question: Question, one: Candidate) -> float:
+    """Return the share of the devices' peak."""
+    flops = question.shape.step_flops(question.batch_size)
     peak = question.machine.peak_tflops[question.dtype]
     return utilization(flops, one.step.total, question.ranks, peak)
 
@@ -142,10 +138,9 @@ def candidate_words(one: Candidate) -> str:
 
 def parts_table(best: Candidate) -> str:
     """Return the step's seconds by part, and what fills the fullest rank."""
-    memory = [*best.memory._asdict().items(), ("reserve", best.memory.reserve)]
     time = [(PARTS[name], one) for name, one in best.step._asdict().items() if one > 0]
-    rows = [(name, f"{one:.3f}", f"{100 * one / best.step.total:.1f} %") for name, one in time]
-    held = [(name, f"{one / GIB:.2f}") for name, one in memory]
+    rows = [(name, f"{one:.3g}", f"{100 * one / best.step.total:.1f} %") for name, one in time]
+    held = [(name, f"{one / GIB:.2f}") for name, one in best.memory._asdict().items()]
     rows += [("", "", "")] * (len(held) - len(rows))
     held += [("", "")] * (len(rows) - len(held))
     both = [(*left, *right) for left, right in zip(rows, held, strict=True)]
@@ -158,7 +153,7 @@ def ranking(question: Question, plan: Plan) -> str:
     rows += [
         (
             candidate_words(one),
-            f"{one.step.modelled:.3f}",
+            f"{one.step.modelled:.4g}",
             f"{100 * mfu(question, one):.1f}",
             f"{one.memory.total / GIB:.1f}",
             "" if one is plan.best[0] else why_not(question, plan.best[0], one),
@@ -178,7 +173,7 @@ def why_not(question: Question, first: Candidate, other: Candidate) -> str:
     if other.step.modelled <= first.step.modelled:
         return f"sums over {nodes_of_data(question, other.layout)} nodes"
     name = max(apart, key=apart.__getitem__)
-    return f"+{apart[name]:.2f} s {PARTS[name]}"
+    return f"+{apart[name]:.2g} s {PARTS[name]}"
 
 
 def sensitivity(question: Question, plan: Plan) -> str:
@@ -189,15 +184,15 @@ def sensitivity(question: Question, plan: Plan) -> str:
     for name, change in SLOWER.items():
         if question.ranks <= question.machine.per_node and "outer" in change:
             continue
-        asked = question._replace(machine=question.machine.with_links(**change))
+        asked = question._replace(machine=question.machine.with_links(**change), config=None)
         layout, best = plan.best[0].layout, search(asked, 1).best[0]
         same = step_time(question.shape, layout, asked.machine, question.stack).modelled
         rows.append(
             (
                 name,
-                f"{same:.3f}",
+                f"{same:.4g}",
                 "the same" if best.layout == layout else candidate_words(best),
-                f"{best.step.modelled:.3f}",
+                f"{best.step.modelled:.4g}",
             )
         )
     return table(rows)
@@ -230,35 +225,13 @@ def impossible(question: Question, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-# --- the command, and mpipar's own step on shapes
-
-
-def train_config(
-    question: Question, config: Config, layout: Layout, num_microbatches: int | None = None
-) -> Config:
-    """Return the Config of a layout, before it is resolved. config: names the model."""
-    m = num_microbatches or layout.num_microbatches
-    grid = replace(
-        config.grid,
-        **{axis: getattr(layout, axis) for axis in (*AXES, "ep")},
-        num_microbatches=m,
-        schedule=layout.schedule,
-        chunks=layout.chunks if layout.family.looped else None,
-        stage_layers=layout.blocks_of(question.shape.layers) if layout.pp > 1 else None,
-        rank_order=",".join(layout.rank_order),
-    )
-    model = replace(
-        config.model, seq_len=question.shape.tokens, sequence_parallel=layout.sequence_parallel
-    )
-    train = replace(config.train, batch_size=layout.dp * layout.rows * m)
-    memory = replace(config.memory, recompute=layout.recompute, zero=layout.zero)
-    run = replace(config.run, dtype=question.dtype, device="cuda")
-    return replace(config, grid=grid, model=model, train=train, memory=memory, run=run)
+# --- the command
 
 
 def command_line(question: Question, job: Job, one: Candidate) -> str:
     """Return the command that trains with a candidate."""
-    wanted = train_config(question, job.config, one.layout)
+    dtype, device = question.dtype, question.machine.device
+    wanted = config_of(job.config, question.shape, one.layout, dtype, device)
     before = {field.name: value for _, field, value in settings(job.config)}
     words = [
         as_typed(field.name, value)
@@ -279,30 +252,6 @@ def as_typed(name: str, value: object) -> str:
     if isinstance(value, bool):
         return flag(name) if value else f"--no-{flag(name)[2:]}"
     return f"{flag(name)} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
-
-
-def own_memory(question: Question, job: Job, one: Candidate) -> str:
-    """Return what mpipar's own step on shapes keeps on the first and last pipeline rank.
-
-    Memory is the same for any number of microbatches that fills the pipeline. For other software
-    there is only the closed form.
-    """
-    if not question.stack.own:
-        return ""
-    layout = one.layout
-    short = min(layout.num_microbatches, 2 * layout.stages)
-    short -= short % layout.pp if layout.family.grouped else 0
-    try:
-        complete = resolve(train_config(question, job.config, layout, short), layout.ranks)[0]
-    except UserError as error:
-        return "mpipar train refuses this command:\n  " + "\n  ".join(error.problems)
-    ranks = dict.fromkeys((0, layout.ranks - layout.ranks // layout.pp))
-    most = max(predict(complete, rank).peak_total for rank in ranks) + RESERVE
-    fits = "fits" if most <= question.gib * GIB else "does not fit"
-    return (
-        f"mpipar's own step, on shapes: {most / GIB:.1f} GiB with {RESERVE / GIB:g} GiB outside of"
-        f" arrays on the fuller end of the pipeline, which {fits}"
-    )
 
 
 # --- how sure: published runs that are most like it

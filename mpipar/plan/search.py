@@ -1,4 +1,4 @@
-"""The search for a layout: all that can run and fit, in closed form; the first ones are simulated.
+"""The search for a layout: all that can run and fit, in closed form.
 
 Of each grid dp x pp x cp x tp x ep only the best layout is kept, so that the answers differ. Where
 two are closer than the model is to measured steps, the one whose data groups cross fewer nodes is
@@ -9,27 +9,33 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from typing import NamedTuple
 
 from mpipar.config.layout import cuts_heads, divisors
-from mpipar.pipeline.instructions import parts
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
 from mpipar.pipeline.schedules.families import FAMILIES
 from mpipar.plan.job import Layout, Shape, Stack
 from mpipar.plan.machine import Machine
-from mpipar.plan.memory import GIB, Memory, fullest, in_flight
+from mpipar.plan.memory import GIB, Memory, by_rank, fullest, in_flight, on_shapes
 from mpipar.plan.model import Block, Step, block_of, step_time
+from mpipar.plan.of_config import config_of
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+TWICE = ("zb-h2", "zb-v")  # have the bubble of their formula with so many microbatches
 MOST_ROWS = 64  # of a microbatch
 LONG = 8192  # tokens from which cutting a sequence pays off
 
 
 class Question(NamedTuple):
-    """What is asked. gib: memory that a rank may use. fixed: fields of a Layout that are given."""
+    """What is asked. gib: memory that a rank may use. fixed: fields of a Layout that are given.
+
+    config: names the model, for mpipar's own step on shapes; None without one.
+    """
 
     shape: Shape
     machine: Machine
@@ -38,8 +44,8 @@ class Question(NamedTuple):
     stack: Stack
     batch_size: int
     fixed: dict[str, object]
-    mfu_rule: str = "model"
     dtype: str = "bfloat16"
+    config: Config | None = None
 
 
 class Candidate(NamedTuple):
@@ -68,14 +74,16 @@ class Plan(NamedTuple):
 def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int, int]]:
     """Yield (dp, pp, cp, tp) of every grid of the question's ranks that the model's sizes allow."""
     shape, fixed, node = question.shape, question.fixed, question.machine.per_node
-    for tp in divisors(question.ranks):
-        for pp in divisors(question.ranks // tp):
-            for cp in divisors(question.ranks // tp // pp):
+
+    def sizes(name: str, ranks: int) -> list[int]:
+        can = divisors(ranks) if name in question.stack.axes else [1]
+        return [size for size in can if fixed.get(name, size) == size]
+
+    for tp in sizes("tp", question.ranks):
+        for pp in sizes("pp", question.ranks // tp):
+            for cp in sizes("cp", question.ranks // tp // pp):
                 dp = question.ranks // tp // pp // cp
-                if any(
-                    fixed.get(name, size) != size
-                    for name, size in (("dp", dp), ("pp", pp), ("cp", cp), ("tp", tp))
-                ):
+                if fixed.get("dp", dp) != dp:
                     continue
                 if not cuts_heads(tp, shape.heads, shape.kv_heads):
                     rejected["tp does not divide the heads"] += 1
@@ -102,7 +110,7 @@ def cuts(question: Question, rejected: Counter) -> Iterator[Layout]:
         for rows, recompute, zero, parallel, ep in itertools.product(
             microbatches(share, fixed, rejected),
             given(fixed, "recompute", recomputes),
-            given(fixed, "zero", (0, 1, 3) if data > 1 else (0,)),
+            given(fixed, "zero", stack.zeros if data > 1 else (0,)),
             given(fixed, "sequence_parallel", (False, True) if tp > 1 else (False,)),
             experts(question, data, rejected),
         ):
@@ -159,8 +167,8 @@ def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterato
                 rejected[f"{name} needs a multiple of pp microbatches"] += 1
             elif m < pp:
                 rejected["fewer microbatches than pipeline ranks"] += 1
-            elif not family.looped and m < pp * chunks:
-                rejected[f"{name} needs {chunks} pp microbatches"] += 1
+            elif m < 2 * pp and name in TWICE:
+                rejected[f"{name} needs two microbatches for each pipeline rank"] += 1
             else:
                 yield name, chunks
 
@@ -190,15 +198,15 @@ def search(question: Question, count: int = 5) -> Plan:
                 step, known = step_time(shape, layout, machine, stack, block), best.get(cut.grid)
                 if known is None or step.modelled < known.step.modelled:
                     best[cut.grid] = Candidate(layout, step, memory)
-    first = sorted(best.values(), key=lambda one: one.step.modelled)[:count]
-    first = sorted((simulated(question, one) for one in first), key=lambda one: one.step.modelled)
-    chosen = fewest_nodes_first(question, first)
+    ranked = sorted(best.values(), key=lambda one: one.step.modelled)
+    chosen = fewest_nodes_first(question, ranked, rejected)
+    fastest = min(chosen, key=lambda one: one.step.modelled, default=None)
     return Plan(
-        chosen,
+        chosen[:count],
         seen,
         dict(rejected.most_common()),
-        None if first else least,
-        first[0] if first and chosen[0] is not first[0] else None,
+        None if chosen else least,
+        None if fastest is None or fastest is chosen[0] else fastest,
     )
 
 
@@ -221,68 +229,35 @@ def nodes_of_data(question: Question, layout: Layout) -> int:
     return -(-layout.data_ranks * layout.data_stride // question.machine.per_node)
 
 
-def fewest_nodes_first(question: Question, ranked: list[Candidate]) -> list[Candidate]:
-    """Return candidates, in front the one of fewest nodes of those as fast as the fastest."""
-    if not ranked:
-        return []
-    close = ranked[0].step.modelled * (1 + question.stack.spread / 100)
-    near = [one for one in ranked if one.step.modelled <= close]
-    chosen = min(near, key=lambda one: nodes_of_data(question, one.layout))
-    return [chosen, *(one for one in ranked if one is not chosen)]
+def fewest_nodes_first(
+    question: Question, ranked: list[Candidate], rejected: Counter
+) -> list[Candidate]:
+    """Return candidates, in front the one of fewest nodes of those as fast as the fastest.
 
-
-def simulated(question: Question, one: Candidate) -> Candidate:
-    """Return a candidate whose split backward is simulated in the order of its schedule."""
-    layout, (shape, machine, _, _, stack, *_) = one.layout, question
-    if layout.pp == 1 or not layout.family.split:
-        return one
-    block = block_of(shape, layout, machine, stack)
-    counts, head = layout.blocks_of(shape.layers), block.head.total / 3
-    each = {"F": block.f.total, "I": block.i.total + block.again.total, "W": block.w.total}
-    seconds = {
-        kind: [
-            many * own + head * (stage == layout.stages - 1) for stage, many in enumerate(counts)
-        ]
-        for kind, own in each.items()
-    }
-    seconds["B"] = [i + w for i, w in zip(seconds["I"], seconds["W"], strict=True)]
-    passes = makespan(layout, layout.num_microbatches, seconds)
-    return one._replace(step=step_time(shape, layout, machine, stack, block, passes))
-
-
-def makespan(layout: Layout, m: int, seconds: dict[str, list[float]]) -> float:
-    """Return the simulated seconds of a step of m microbatches; messages cost nothing.
-
-    With many of them, each further round of pp microbatches adds the same time to a step, so two
-    short steps are enough to extrapolate to a long one.
+    Its memory is that of mpipar's own step, on shapes; what does not fit is removed.
     """
-    pp, last = layout.pp, layout.stages - 1
-    if m > 5 * pp:
-        rounds, rest = divmod(m, pp)
-        short, longer = (makespan(layout, many * pp + rest, seconds) for many in (3, 4))
-        return longer + (rounds - 4) * (longer - short)
-    free = (layout.chunks,) if layout.family.looped else ()
-    programs = [
-        deque(part for instr in layout.family.order(pp, rank, m, *free) for part in parts(instr))
-        for rank in range(pp)
-    ]
-    clock, ends = [0.0] * pp, {("F", -1, mb): 0.0 for mb in range(m)}
-    ends |= {("I", last + 1, mb): 0.0 for mb in range(m)}
-    left = True
-    while left:
-        left = False
-        for rank, program in enumerate(programs):
-            while program:
-                kind, stage, mb = program[0]
-                way = "F" if kind == "F" else "I"  # W waits for nothing but its rank
-                before = (way, stage - 1 if kind == "F" else stage + 1, mb)
-                if kind != "W" and before not in ends:
-                    break
-                begin = clock[rank] if kind == "W" else max(clock[rank], ends[before])
-                clock[rank] = ends[way if kind != "W" else "W", stage, mb] = (
-                    begin + seconds[kind][stage]
-                )
-                program.popleft()
-                left = True
-    assert not any(programs), layout
-    return max(clock)
+    while ranked:
+        close = ranked[0].step.modelled * (1 + question.stack.spread / 100)
+        near = [one for one in ranked if one.step.modelled <= close]
+        chosen = min(near, key=lambda one: nodes_of_data(question, one.layout))
+        ranked = [one for one in ranked if one is not chosen]
+        if question.config is None or not question.stack.own:
+            return [chosen, *ranked]
+        memory = memory_on_shapes(question, question.config, chosen.layout)
+        if memory.total <= question.gib * GIB:
+            return [chosen._replace(memory=memory), *ranked]
+        rejected["does not fit in memory"] += 1
+    return []
+
+
+def memory_on_shapes(question: Question, named: Config, layout: Layout) -> Memory:
+    """Return what mpipar's own step keeps on the rank that is fullest in closed form.
+
+    Two microbatches for each pipeline rank fill it. named: a Config that names the model.
+    """
+    found = by_rank(question.shape, layout, question.stack)
+    few = layout._replace(num_microbatches=min(layout.num_microbatches, 2 * layout.pp))
+    device = question.machine.device
+    config = config_of(named, question.shape, few, question.dtype, device)
+    rank = max(found, key=lambda rank: found[rank].total)
+    return on_shapes(resolve(config, layout.ranks)[0], layout, rank)

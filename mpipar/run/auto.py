@@ -50,7 +50,7 @@ def best_of(configs: list[Config], machine_name: str | None) -> tuple[int, str]:
     """
     run = configs[0].run
     name = machine_name or SHEETS[run.device]
-    machine, steps, wrong = load_machine(name), {}, []
+    machine, steps, wrong = load_machine(name, configs[0].grid.num_ranks), {}, []
     for place, config in enumerate(configs):
         layout = sizes_text(vars(config.grid))
         peak = fullest(config).peak_total if run.memory_limit is not None else 0
