@@ -81,7 +81,7 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
     pass_seconds = cell * world.size / schedule.num_stages  # a chunk is that part of the layers
     stages = {
         stage: Sleeper(ops, pass_seconds, stage == last)
-        for stage in schedule.stages_of(grid.place("pp"))
+        for stage in schedule.stages_by_rank[grid.place("pp")]
     }
     engine = Engine(ops, stages, schedule, comms["pp"], recorder, NoSync(), WholeWeights())
     program = lower(schedule, grid.place("pp"))

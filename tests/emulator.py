@@ -25,8 +25,8 @@ class Rank:
         self.position = 0
         self.ran, self.posted, self.sent, self.reduced = set(), set(), set(), set()
 
-    def local(self, stage, mb):
-        return self.schedule.rank_of(stage, mb) == self.pp_rank
+    def local(self, stage):
+        return self.schedule.stage_to_rank[stage] == self.pp_rank
 
     def step(self, network):
         """Run the next instruction; return False if it must wait. network: messages in transit."""
@@ -48,7 +48,7 @@ class Rank:
         made = {(each, instr.stage, instr.mb) for each in ("F" if kind == "F" else "BI")}
         demand(made & self.ran, f"{instr} has nothing to send")
         demand(0 <= stage < self.schedule.num_stages, f"{instr} has no receiver")
-        demand(not self.local(stage, instr.mb), f"{instr} goes to the same rank")
+        demand(not self.local(stage), f"{instr} goes to the same rank")
         message = (kind, stage, instr.mb)
         demand(message not in self.sent, f"{instr} twice")
         self.sent.add(message)
@@ -64,8 +64,9 @@ class Rank:
         for kind, stage, mb in parts(instr):
             demand(kind in ("F", "B", "I", "W"), f"{instr} is no pass")
             demand(0 <= mb < self.schedule.num_microbatches, f"{instr} has no microbatch")
-            demand(stage in self.schedule.stages_of(self.pp_rank), f"{instr} has no weights here")
-            demand(self.local(stage, mb), f"{instr} belongs elsewhere")
+            demand(
+                stage in self.schedule.stages_by_rank[self.pp_rank], f"{instr} has no weights here"
+            )
             demand((kind, stage, mb) not in self.ran, f"{instr} twice")
             demand(stage not in self.reduced or kind == "F", f"{instr} after its gradients' sum")
             source = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind, -1)
@@ -75,7 +76,7 @@ class Rank:
                 rivals = {(each, stage, mb) for each in {"B": "IW", "I": "B", "W": "B"}[kind]}
                 demand(not rivals & self.ran, f"{instr} finds no stash")
             if 0 <= source < self.schedule.num_stages:
-                if self.local(source, mb):
+                if self.local(source):
                     made = {(each, source, mb) for each in ("F" if kind == "F" else "BI")}
                     demand(made & self.ran, f"{instr} before its producer on this rank")
                 else:
@@ -89,11 +90,10 @@ class Rank:
         return True
 
     def reduce(self, stage):
-        demand(stage in self.schedule.stages_of(self.pp_rank), "sum of foreign gradients")
+        demand(stage in self.schedule.stages_by_rank[self.pp_rank], "sum of foreign gradients")
         demand(stage not in self.reduced, "gradients summed twice")
         for mb in range(self.schedule.num_microbatches):
-            if self.local(stage, mb):
-                demand({("B", stage, mb), ("W", stage, mb)} & self.ran, "gradients not complete")
+            demand({("B", stage, mb), ("W", stage, mb)} & self.ran, "gradients not complete")
         self.reduced.add(stage)
 
 
@@ -110,10 +110,9 @@ def emulate(schedule, programs):
     for rank in ranks:
         demand(rank.position == len(rank.program), f"rank {rank.pp_rank} hangs")
         demand(not rank.posted, f"rank {rank.pp_rank} waits for more than was sent")
-        demand(rank.reduced == set(schedule.stages_of(rank.pp_rank)), "gradients never summed")
-        for stage in schedule.stages_of(rank.pp_rank):
+        demand(rank.reduced == set(schedule.stages_by_rank[rank.pp_rank]), "gradients never summed")
+        for stage in schedule.stages_by_rank[rank.pp_rank]:
             for mb in range(schedule.num_microbatches):
-                if rank.local(stage, mb):
-                    done = {kind for kind in "FBIW" if (kind, stage, mb) in rank.ran}
-                    demand(done in ({"F", "B"}, {"F", "I", "W"}), f"{stage}, {mb}: {done}")
+                done = {kind for kind in "FBIW" if (kind, stage, mb) in rank.ran}
+                demand(done in ({"F", "B"}, {"F", "I", "W"}), f"{stage}, {mb}: {done}")
     demand(not network, "a message was never received")

@@ -105,7 +105,7 @@ class Simulator:
                     rank,
                     f"host{rank}",
                     {axis: grid.place(axis) for axis in AXES},
-                    self.schedule.stages_of(grid.place("pp")),
+                    self.schedule.stages_by_rank[grid.place("pp")],
                     groups,
                     (),
                 )

@@ -15,9 +15,7 @@ def counts(draw, max_p=6, max_m=18):
     p = draw(st.integers(1, max_p))
     m = draw(st.integers(1, max_m))
     chunks = draw(st.integers(1, 4)) if name in LOOPED else None
-    if name == "dualpipe":
-        p, m = p + p % 2, m + m % 2
-    if name.startswith("dualpipe"):
+    if name == "dualpipe-v":
         m = max(m, 2 * p)
     return name, p, m, chunks
 

@@ -12,9 +12,9 @@ from mpipar.config import flags
 from mpipar.config.reading import read
 from mpipar.config.resolve import broken_rules
 from mpipar.errors import EXIT_USAGE, UsageError
-from mpipar.pipeline.combinations import RULES
 from mpipar.pipeline.csv_format import write_csv
 from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.run.combinations import RULES
 from mpipar.run.resolve import schedule_of_file
 
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -66,11 +66,8 @@ EXAMPLES = {  # row: (flags that break it, on so many ranks; flags that its sent
         "--schedule interleaved --chunks 64 --num-microbatches 8192", 1, "--num-microbatches 64"
     ),
     "chunks of a schedule": ("--schedule 1f1b --chunks 2", 1, "--schedule interleaved"),
-    "pairs of dualpipe": (
-        "--schedule dualpipe --pp 3 --num-microbatches 8", 6, "--schedule dualpipe-v"
-    ),
-    "streams of dualpipe": (
-        "--schedule dualpipe --pp 2 --num-microbatches 3", 2, "--num-microbatches 4"
+    "streams of a schedule": (
+        "--schedule dualpipe-v --pp 2 --num-microbatches 3", 2, "--num-microbatches 4"
     ),
     "number of stages": ("--stage-layers 2,1,1 --pp 2", 2, "--stage-layers 2,2"),
     "schedule and a file": (f"{OF_FILE} --schedule gpipe", 2, "--schedule 1f1b"),

@@ -40,9 +40,9 @@ def test_the_orders_are_those_of_the_catalog():
     for key, orders in known.items():
         name, p, m, chunks = key.split()
         if isinstance(orders, str):
-            assert name.startswith("dualpipe")
+            assert name == "dualpipe-v"
             with pytest.raises(UsageError, match=re.escape(orders.split(";")[0])):
-                make_schedule(name, int(p), int(m))
+                make_schedule(name, int(p), int(m), int(chunks))
             continue
         programs = make_schedule(name, int(p), int(m), int(chunks)).programs
         assert [[parse_instruction(text) for text in row.split()] for row in orders] == [
@@ -87,11 +87,11 @@ def test_other_counts_and_files_are_put_beside_the_orders(monkeypatch, tmp_path)
     data, _ = parts_of(path.read_text())
     assert (data["start"]["first"], data["start"]["second"]) == ("own", "")
     assert len(data["own"]["schedule"]["programs"]) == 9
-    printed("schedule", "dualpipe", "--pp", 2, "--csv", table)
+    printed("schedule", "dualpipe-v", "--pp", 2, "--csv", table)
     printed("schedule", "--from-csv", table, "--html", path)
     data, _ = parts_of(path.read_text())
     assert data["own"]["title"] == "own.csv, 2 workers"
-    assert data["own"]["schedule"]["homes"] == [[0, 1], [1, 0]]
+    assert data["own"]["schedule"]["stageToRank"] == [0, 1, 1, 0]
 
 
 def test_costs_and_passes_of_a_run_fill_the_page(monkeypatch, tmp_path):
@@ -115,7 +115,7 @@ def test_costs_and_passes_of_a_run_fill_the_page(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("flags", "message"), [
     (["--compare", "--json"], "--html writes one page and nothing else: leave --compare and"),
-    (["dualpipe", "--pp", "3"], "dualpipe pairs the pipeline ranks up"),
+    (["dualpipe-v", "--pp", "5"], "two streams that cross need at least 2 pp microbatches"),
     (["1f1b", "--pp", "64", "--num-microbatches", "128"], "--html draws at most 4,096 forward"),
     (["--from-run", "run", "1f1b", "--costs", "1,1,1"], "leave NAME and --costs out"),
     (["--from-csv", "a.csv", "--chunks", "2"], "--from-csv brings its own schedule: leave"),

@@ -26,7 +26,6 @@ LAYOUTS = {
     "tied": {"pp": 2},
     "untied": {"pp": 2, "tied": False},
     "tokens cut": {"tp": 2, "sequence_parallel": True},
-    "mirror": {"pp": 2, "schedule": "dualpipe", "num_microbatches": 4},
 }
 
 

@@ -154,12 +154,6 @@ def test_full_lists_are_accepted_with_the_same_report(name):
         ),
         ("zb-h1", 0, swap(4, 5), "rank 0 position 4 (0W0): needs 0I0, which stands at 5"),
         ("zb-h1", 2, lambda program: program.remove(Instr("W", 2, 3)), "2W3 is missing"),
-        (
-            "dualpipe",
-            0,
-            lambda program: program.insert(0, Instr("F", 0, 4)),
-            "rank 0 position 0 (0F4): microbatch 4 passes stage 0 on rank 3",
-        ),
     ],
 )
 def test_broken_orders_are_refused_by_name(name, pp_rank, change, expected):

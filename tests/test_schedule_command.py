@@ -60,16 +60,6 @@ def test_the_book_on_a_terminal_without_arrows():
     assert "B2,1^ B2,1v" in done.stdout
 
 
-def test_several_stages_and_overlaps_are_named():
-    assert draw.grid(simulate(make_schedule("dualpipe", 2, 4), Costs())) == "\n".join(
-        [
-            "time     0                   5                   10",
-            "worker 0 0F0 1F2 0F1 1B2---- 1F3&0B0---- 1B3---- 0I1 0W1",
-            "worker 1 0F2 1F0 0F3 1B0---- 1F1&0B2---- 1B1---- 0I3 0W3",
-        ]
-    )
-
-
 def test_symbols_in_time_order():
     assert draw.symbols(simulate(make_schedule("gpipe", 2, 2), Costs())) == "\n".join(
         [
@@ -147,8 +137,8 @@ def test_costs_and_latency(capsys):
     words = "gpipe --pp 2 --num-microbatches 3 --costs 1/2,1,0.5 --latency 0.25 --json"
     found = json.loads(run(words, capsys))
     assert found["makespan"] == (3 + 1) * 2 + 2 * 0.25
-    found = json.loads(run("dualpipe --costs 1,1,1,2 --json", capsys))
-    timeline = simulate(make_schedule("dualpipe", 4, 8), Costs(overlap=2 / 3))
+    found = json.loads(run("dualpipe-v --costs 1,1,1,2 --json", capsys))
+    timeline = simulate(make_schedule("dualpipe-v", 4, 8), Costs(overlap=2 / 3))
     assert found["makespan"] == timeline.makespan
     found = json.loads(run("interleaved --chunks 3 --json", capsys))
     assert found["num_stages"] == 12
@@ -163,7 +153,7 @@ def test_compare(capsys):
     assert rows["interleaved"][1:3] == ["8", "28.5"]
     assert rows["zb-v"][1:4] == ["8", "25.5", "5.9"]
     text = run("--compare --pp 3 --num-microbatches 5 --chunks 3", capsys)
-    assert "--pp 3 with --schedule dualpipe" in text
+    assert "--schedule dualpipe-v with --pp 3" in text
     assert "looped-bfs 9" in " ".join(text.split())
 
 
@@ -172,7 +162,7 @@ def test_compare(capsys):
     [
         ("naive --pp 3 --num-microbatches 1", ["F_k", "B_k", "B_l"], ["I_k", "F_k^s"]),
         ("zb-v --pp 2 --num-microbatches 2", ["F_k", "I_k", "W_k", "F_k^s", "B_l"], ["B_k"]),
-        ("dualpipe --pp 2 --num-microbatches 4", ["F_k", "B_k", "F_k^s"], []),
+        ("dualpipe-v --pp 2 --num-microbatches 4", ["F_k", "B_k", "F_k^s"], []),
     ],
 )
 def test_symbols_are_explained_beside_the_textbooks(words, named, not_named, capsys):
@@ -268,8 +258,6 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
     assert after.splitlines()[panel] == before.splitlines()[panel]
     printed = run(f"v-half --pp 3 --num-microbatches 4 --csv - --csv-format {form}", capsys)
     assert printed.splitlines() == path.read_text().splitlines()
-    text = run(f"dualpipe --csv {path}", capsys)
-    assert "it is in mpipar's own form" in text
 
 
 @pytest.mark.parametrize(
@@ -279,8 +267,12 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
         ("1f1", ["did you mean 1f1b?"]),
         ("1f1b --json --csv -", ["--json and --csv - both print"]),
         (
-            "dualpipe --pp 3 --costs 1,x --latency -1",
-            ["'x' is not a number", "--latency: -1 must be at least 0", "--pp 3 with"],
+            "dualpipe-v --pp 5 --costs 1,x --latency -1",
+            [
+                "'x' is not a number",
+                "--latency: -1 must be at least 0",
+                "--schedule dualpipe-v with --pp 5",
+            ],
         ),
         ("zb-h1 --book", ["--book: zb-h1 has the passes I, W"]),
         ("1f1b --book --symbols", ["--book and --symbols: give one"]),

@@ -35,7 +35,6 @@ LAYOUTS = [
     {"tp": 2},
     {"dp": 2, "pp": 2, "tp": 2},
     {"tp": 3, "dp": 3},
-    {"pp": 2, "schedule": "dualpipe"},
     {"pp": 3, "dp": 2, "rank_order": "dp,pp,cp,tp"},
     {"pp": 2, "schedule": "zb-v", "tied": False},
     {"dp": 2, "cp": 2, "tp": 2},

@@ -106,7 +106,7 @@ def layouts(draw, most=8):
             ]
         )
     )
-    schedules = ["1f1b", "gpipe", "zb-h1"] + ["zb-v", "dualpipe"] * (pp == 2) + ["interleaved"]
+    schedules = ["1f1b", "gpipe", "zb-h1"] + ["zb-v"] * (pp == 2) + ["interleaved"]
     schedule = draw(st.sampled_from(schedules)) if pp > 1 else "1f1b"
     order = draw(st.sampled_from(["pp,dp,cp,tp", "tp,cp,dp,pp", "dp,pp,tp,cp"]))
     zero = draw(st.sampled_from([0, 1, 3])) if dp > 1 else 0

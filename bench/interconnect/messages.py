@@ -261,10 +261,12 @@ def program(schedule, pp_rank: int) -> list[tuple[str, int, int]]:
         if kind in ("RECV_F", "RECV_B"):
             away = -1 if kind == "RECV_F" else 1
             to_come.add(tag_of(kind[-1], stage, mb))
-            steps.append(("recv", schedule.rank_of(stage + away, mb), tag_of(kind[-1], stage, mb)))
+            steps.append(
+                ("recv", schedule.stage_to_rank[stage + away], tag_of(kind[-1], stage, mb))
+            )
         elif kind in ("SEND_F", "SEND_B"):
             to = stage + 1 if kind == "SEND_F" else stage - 1
-            steps.append(("send", schedule.rank_of(to, mb), tag_of(kind[-1], to, mb)))
+            steps.append(("send", schedule.stage_to_rank[to], tag_of(kind[-1], to, mb)))
         elif kind in ("F", "B") and tag_of(kind, stage, mb) in to_come:
             steps.append(("wait", -1, tag_of(kind, stage, mb)))
     return steps

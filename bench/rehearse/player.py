@@ -139,7 +139,7 @@ class Player:
         self.grid = build.with_shared_heads(grid or Grid.of(config.grid, world.rank), config.model)
         self.schedule = build.configured_schedule(config.grid)
         self.stage_layers = models.layer_split(config, self.schedule)
-        self.stages = self.schedule.stages_of(self.grid.place("pp"))
+        self.stages = self.schedule.stages_by_rank[self.grid.place("pp")]
         self.recorder = Placed()
         self.comms = build.groups_of(config, self.grid, self.schedule, ops, self.recorder, world)
         if isinstance(self.grid, FirstRanks):

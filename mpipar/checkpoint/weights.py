@@ -66,7 +66,7 @@ def stream(worker, kind: str):
     ops, grid = worker.ops, worker.grid
     mine = {param.name: (flat, param) for flat in worker.flats for param in flat.params}
     for stage, param in worker.all_params:
-        pp_rank, own = worker.schedule.rank_of(stage, 0), None
+        pp_rank, own = worker.schedule.stage_to_rank[stage], None
         if param.name in mine and mine[param.name][1].owner:
             own = shard_of(worker, *mine[param.name], kind)
         for box in _blocks(boxes.whole_box(param.shape), ops.statistics.itemsize):

@@ -27,7 +27,7 @@ class Comms(dict[str, Comm]):
 
     comms["tp"] is this rank's group of that name. groups: {name: Comm} of those that exist: where
     data is the same as dp, there is only dp, under both names. `alone` is the group of this rank
-    only. `partitions` maps a name (e.g. "tie", "mirror") to the world ranks of *every* such group.
+    only. `partitions` maps a name (e.g. "tie") to the world ranks of *every* such group.
     All ranks take part in making them; a rank that is in none of them is alone. messages: names of
     the groups in which neighbours exchange messages in each step.
     Comm: one communicator split per group when `mpi_world` is given; none for the shapes-only run.

@@ -147,7 +147,9 @@ def print_rank(config, schedule, prediction, every_call: bool) -> None:
     """Print one rank's barriers, FLOPs and memory; with `every_call` all calls in their order."""
     grid = Grid.of(config.grid, prediction.world_rank)
     split = models.layer_split(config, schedule)
-    stages = [describe_stage(one, split, ENTRY) for one in schedule.stages_of(grid.place("pp"))]
+    stages = [
+        describe_stage(one, split, ENTRY) for one in schedule.stages_by_rank[grid.place("pp")]
+    ]
     print(
         f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()};"
         f" stages {'; '.join(stages)}\n{step_words(config, schedule)}\n"

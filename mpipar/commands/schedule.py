@@ -221,8 +221,6 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
     for path in (args.svg, args.csv):
         if path:
             print(f"wrote {path}")
-    if args.csv and len(schedule.homes) > 1:
-        print("it is in mpipar's own form: torch.distributed.pipelining has one copy of each stage")
 
 
 def book_picture(timeline: Timeline) -> str:
@@ -335,7 +333,7 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
         f"{counted(p, 'worker')}, {counted(m, 'microbatch')}; a worker's layers take"
         f" {cost_words(costs)}"
     )
-    foot = "peak stash: microbatches of a worker's layers; dualpipe holds its weights twice"
+    foot = "peak stash: microbatches of a worker's layers"
     return "\n\n".join([head, table(rows), "\n".join([foot, *notes])])
 
 

@@ -19,7 +19,6 @@ SCHEDULES = (  # the rows of mpipar.pipeline.schedules.families
     "zb-v",
     "v-half",
     "v-min",
-    "dualpipe",
     "dualpipe-v",
 )
 AUTO = "auto"  # for --layout: chosen by predicted steps

@@ -92,7 +92,8 @@ def holding(config, schedule, prediction, host: str | None = None) -> dict:
         "host": host,
         "place": grid.describe(),
         "stages": [
-            describe_stage(stage, split, ENTRY) for stage in schedule.stages_of(grid.place("pp"))
+            describe_stage(stage, split, ENTRY)
+            for stage in schedule.stages_by_rank[grid.place("pp")]
         ],
         "share": share if grid.size("tp") > 1 else "all",
         "params": prediction.num_params,

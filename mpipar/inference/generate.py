@@ -57,11 +57,7 @@ class Group:
         self.fresh = self.length
         # The last token is never read.
         slots = self.ops.asarray(np.arange(self.length + max(self.room.values()) - 1))
-        self.caches = {
-            (stage, mb): Cache(self.firsts.tolist(), slots)
-            for stage in worker.stages
-            if worker.schedule.rank_of(stage, mb) == worker.grid.place("pp")
-        }
+        self.caches = {(stage, mb): Cache(self.firsts.tolist(), slots) for stage in worker.stages}
 
     def batch(self) -> Batch:
         """Return this replica's next input (B, T): padded whole prompts, or the newest tokens.

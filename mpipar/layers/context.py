@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.layers.flat import FlatParams
-from mpipar.layers.param import Copies
+from mpipar.layers.param import ALONE, Copies
 from mpipar.layers.recompute import Recomputed
 from mpipar.partition import context_again, context_whole
 from mpipar.partition.context import attention_over
@@ -19,9 +19,6 @@ from mpipar.partition.tokens import WholeTokens
 
 if TYPE_CHECKING:
     from mpipar.layers.contracts import Layer
-
-
-ALONE = Copies()
 
 
 class LossFactor:
@@ -44,8 +41,8 @@ class Context:
     of a stage's leading blocks that use activation recomputation. recompute_attention: the
     attention method of these blocks if they recompute only scores; None if they recompute
     everything from their input. dispatch: how tokens reach experts on other ranks. factor: of the
-    loss. make_flat: makes a stage's flat buffers, see `flats_of`. copies: those of the stage's
-    parameters. tied: those of a table that the first and the last stage share.
+    loss. make_flat: makes a stage's flat buffers, see `flats_of`. tied: the copies of a table that
+    the first and the last stage share.
     """
 
     ops: Any
@@ -57,7 +54,6 @@ class Context:
     dispatch: Dispatch = DISPATCHES["all-to-all"]
     factor: LossFactor = field(default_factory=LossFactor)
     make_flat: Callable[..., FlatParams] = FlatParams
-    copies: Copies = ALONE
     tied: Copies = ALONE
 
     def __post_init__(self) -> None:

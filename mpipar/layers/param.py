@@ -28,14 +28,14 @@ class Copies(NamedTuple):
     owner: bool = True
 
 
+ALONE = Copies()
+
+
 class Held(Protocol):
     """What a Param needs from a `Context`."""
 
     @property
     def comms(self) -> Comms: ...
-
-    @property
-    def copies(self) -> Copies: ...
 
 
 class Param:
@@ -47,7 +47,7 @@ class Param:
     cuts the tensor. std: standard deviation of the initial normal values. fill: a constant to start
     from instead. decay: whether weight decay applies, as it does to matrices and embeddings, but
     not to biases and norms. partial_groups: groups whose ranks each compute a part of the gradient.
-    copies: see `Copies`; by default the stage's. multiple: the length of a shard is a multiple of
+    copies: see `Copies`. multiple: the length of a shard is a multiple of
     this on each dimension that is cut, padded with zeros. sign_rate: what an update subtracts where
     the gradient is positive, and adds where it is negative; such a parameter takes no part in
     optimizer, norm and clipping. 0: an ordinary parameter.
@@ -78,11 +78,11 @@ class Param:
         fill: float | None = None,
         decay: bool = True,
         partial_groups: tuple[str, ...] = (),
-        copies: Copies | None = None,
+        copies: Copies = ALONE,
         multiple: int = 1,
         sign_rate: float = 0.0,
     ) -> None:
-        grid, copies = context.comms.grid, copies or context.copies
+        grid = context.comms.grid
         self.name = name
         self.shape = tuple(shape)
         self.placement = dict(placement or {})

@@ -24,7 +24,7 @@ from mpipar.layers.ffn import FFNS, FeedForward
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.moe import Beside, MixtureOfExperts
 from mpipar.layers.norm import NORMS, Norm, Residual
-from mpipar.layers.param import Param
+from mpipar.layers.param import ALONE, Param
 from mpipar.models.stage import LayerRun, stage_parts
 from mpipar.partition.tokens import WholeTokens, holder
 
@@ -121,7 +121,7 @@ def shared_table(
             (config.vocab_size, config.d_model),
             placement={"tp": 0},
             std=STD,
-            copies=context.tied if tied else context.copies,
+            copies=context.tied if tied else ALONE,
             multiple=context.ops.table_multiple,
         )
     return tables[name]

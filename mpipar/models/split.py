@@ -42,7 +42,7 @@ def balanced_layers(units: UnitFlops, stages_by_rank: Iterable[Iterable[int]]) -
     is optimal. Otherwise a better split may exist, but it cannot gain the FLOPs of a whole block;
     an exact answer would require a search through all splits.
     """
-    ranks = list(dict.fromkeys(map(tuple, stages_by_rank)))  # two mirror ranks hold the same stages
+    ranks = list(map(tuple, stages_by_rank))
 
     def loads(split: Split) -> list[float]:
         """Return the FLOPs of each rank, the busiest first."""

@@ -107,9 +107,7 @@ def check_lanes(schedule: Schedule) -> None:
 def check_placement(schedule: Schedule) -> None:
     """Raise ScheduleError unless stages, ranks and microbatches fit the placement."""
     p, stages, m = schedule.pp_size, schedule.num_stages, schedule.num_microbatches
-    fits = (
-        p == len(schedule.programs) and m >= 1 and PLACEMENTS[schedule.placement].fits(p, stages, m)
-    )
+    fits = p == len(schedule.programs) and m >= 1 and PLACEMENTS[schedule.placement].fits(p, stages)
     if not fits:
         raise ScheduleError(
             f"schedule {schedule.name}: {stages} stages, {m} microbatches and "
@@ -120,13 +118,13 @@ def check_placement(schedule: Schedule) -> None:
 
 def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
     """Yield what is wrong with one rank's program; later problems may follow from the first."""
-    program, held = schedule.programs[pp_rank], schedule.stages_of(pp_rank)
+    program, held = schedule.programs[pp_rank], schedule.stages_by_rank[pp_rank]
     at: Places = {}
     if not program:
         yield 0, "this rank has nothing to do"
     for position, instr in enumerate(program):
         for part in parts(instr):
-            if reason := misfit(schedule, pp_rank, held, part):
+            if reason := misfit(schedule, held, part):
                 yield position, reason
             if part in at:
                 yield (
@@ -145,7 +143,7 @@ def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
         yield from wire_problems(schedule, at)
 
 
-def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: Part) -> str | None:
+def misfit(schedule: Schedule, held: tuple[int, ...], part: Part) -> str | None:
     """Return why a part does not belong on this rank; None if it does."""
     kind, stage, mb = part
     wire_kinds = WIRE_KINDS if schedule.wired else ()
@@ -154,12 +152,9 @@ def misfit(schedule: Schedule, pp_rank: int, held: tuple[int, ...], part: Part) 
         return f"only {known} may appear in this program"
     if stage not in held:
         return f"stage {stage} is not on this rank, which holds {list(held)}"
-    if kind == "REDUCE_GRAD":
-        return None
-    if not 0 <= mb < schedule.num_microbatches:
+    if kind != "REDUCE_GRAD" and not 0 <= mb < schedule.num_microbatches:
         return f"microbatch {mb} does not exist, there are {schedule.num_microbatches}"
-    home = schedule.rank_of(stage, mb)
-    return None if home == pp_rank else f"microbatch {mb} passes stage {stage} on rank {home}"
+    return None
 
 
 def order_problems(schedule: Schedule, at: Places) -> Problems:
@@ -192,16 +187,15 @@ def order_problems(schedule: Schedule, at: Places) -> Problems:
 
 def missing_parts(schedule: Schedule, pp_rank: int, at: Places) -> Iterator[str]:
     """Yield the passes and gradient reductions of this rank that its program lacks."""
-    for stage in schedule.stages_of(pp_rank):
+    for stage in schedule.stages_by_rank[pp_rank]:
         for mb in range(schedule.num_microbatches):
-            if schedule.rank_of(stage, mb) == pp_rank:
-                forward, full, inputs, weight = ((kind, stage, mb) in at for kind in "FBIW")
-                if not forward:
-                    yield f"{stage}F{mb}"
-                if not full and not inputs:
-                    yield f"{stage}B{mb} (or {stage}I{mb} and {stage}W{mb})"
-                if inputs and not weight:
-                    yield f"{stage}W{mb}"
+            forward, full, inputs, weight = ((kind, stage, mb) in at for kind in "FBIW")
+            if not forward:
+                yield f"{stage}F{mb}"
+            if not full and not inputs:
+                yield f"{stage}B{mb} (or {stage}I{mb} and {stage}W{mb})"
+            if inputs and not weight:
+                yield f"{stage}W{mb}"
         if ("REDUCE_GRAD", stage, -1) not in at:
             yield f"{stage}REDUCE_GRAD"
 

@@ -4,14 +4,10 @@ A row is a rank. A cell is an instruction such as 2F0 (stage 2, forward, microba
 are idle time, which is ignored here. "compute_only" files contain passes, "compute_comms" files
 also SEND_F RECV_F SEND_B RECV_B and REDUCE_GRAD. UNSHARD and RESHARD are skipped, because here
 `--zero` decides when weights are gathered.
-
-The mirror placement (dualpipe) has no counterpart in PyTorch, where a stage is on one rank. Such a
-file begins with the line MIRROR_LINE, at which torch.distributed.pipelining stops.
 """
 
 import csv
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -24,7 +20,6 @@ from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.catalog import with_reduce_grad
 
 FORMATS = ("compute_only", "compute_comms")
-MIRROR_LINE = "# mpipar mirror placement: no counterpart in torch.distributed.pipelining"
 NUMBER = "([0-9]{1,6})"  # of a stage or microbatch; no schedule has that many
 CELL = re.compile(
     rf"{NUMBER}(F|B|I|W|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD){NUMBER}?"
@@ -39,8 +34,6 @@ WITHOUT_MB = ("REDUCE_GRAD", *SKIPPED)
 def print_csv(schedule: Schedule, file: TextIO, form: str = "compute_only") -> None:
     """Write a schedule to an open text file, such as standard output."""
     assert form in FORMATS, form
-    if len(schedule.homes) > 1:
-        file.write(MIRROR_LINE + "\n")
     writer = csv.writer(file, lineterminator="\n")
     for pp_rank, program in enumerate(schedule.programs):
         if form == "compute_only":
@@ -62,9 +55,8 @@ def read_csv(path: Path) -> Schedule:
     """Return the proved schedule of a file; UsageError names what cannot be read or cannot run."""
     with problems_as(UsageError, f"cannot read {path}"):
         lines = read_text(path, most_bytes=MOST_BYTES).splitlines()
-    mirror = bool(lines) and lines[0] == MIRROR_LINE
     try:
-        rows = list(csv.reader(lines[mirror:]))
+        rows = list(csv.reader(lines))
     except csv.Error as error:
         raise UsageError(f"{path} is not a CSV file of a schedule: {error}") from None
     problems, programs, count = [], [], 0
@@ -86,7 +78,7 @@ def read_csv(path: Path) -> Schedule:
         programs.pop()
     if not all(programs) or not programs:
         raise UsageError(f"{path}: every rank needs a row of instructions")
-    schedule = assemble_schedule(path, programs, mirror)
+    schedule = assemble_schedule(path, programs)
     check(schedule)
     return schedule
 
@@ -102,37 +94,33 @@ def parse_instruction(text: str) -> Instr | None:
     return Instr(match[2], int(match[1]), int(match[3] or -1))
 
 
-def assemble_schedule(path: Path, programs: list[list[Instr]], mirror: bool) -> Schedule:
+def assemble_schedule(path: Path, programs: list[list[Instr]]) -> Schedule:
     """Return the schedule of these programs; fill in counts, placement and missing REDUCE_GRAD."""
-    homes = [
+    passes = [
         (pp_rank, stage, mb)
         for pp_rank, program in enumerate(programs)
         for instr in program
         if is_compute(instr)
         for _, stage, mb in parts(instr)
     ]
-    if not homes:
+    if not passes:
         raise UsageError(f"{path}: no pass (F, B, I, W) of any stage")
-    num_stages = 1 + max(stage for _, stage, _ in homes)
-    num_microbatches = 1 + max(mb for *_, mb in homes)
-    if num_stages * num_microbatches > len(homes):
+    num_stages = 1 + max(stage for _, stage, _ in passes)
+    num_microbatches = 1 + max(mb for *_, mb in passes)
+    if num_stages * num_microbatches > len(passes):
         raise UsageError(
             f"{path}: stages up to {num_stages - 1} and microbatches up to {num_microbatches - 1}, "
-            f"but only {len(homes)} passes"
+            f"but only {len(passes)} passes"
         )
     p = len(programs)
     wired = any(instr.kind in WIRE_KINDS for program in programs for instr in program)
     if not any(instr.kind == "REDUCE_GRAD" for program in programs for instr in program):
         programs = [list(with_reduce_grad(program)) for program in programs]
-    schedule = Schedule(
-        path.name, p, num_stages, num_microbatches, "mirror", tuple(map(tuple, programs)), wired
-    )
-    if mirror:
-        return schedule
+    order = tuple(map(tuple, programs))
     candidates = [
-        replace(schedule, placement=name)
+        Schedule(path.name, p, num_stages, num_microbatches, name, order, wired)
         for name, placement in PLACEMENTS.items()
-        if len(placement.copies) == 1 and placement.fits(p, num_stages, num_microbatches)
+        if placement.fits(p, num_stages)
     ]
     if not candidates:
         raise UsageError(
@@ -142,5 +130,5 @@ def assemble_schedule(path: Path, programs: list[list[Instr]], mirror: bool) -> 
     # mistake.
     return max(
         candidates,
-        key=lambda each: sum(each.rank_of(stage, mb) == home for home, stage, mb in homes),
+        key=lambda each: sum(each.stage_to_rank[stage] == pp_rank for pp_rank, stage, _ in passes),
     )

@@ -101,7 +101,7 @@ class WholeWeights:
 class Engine:
     """Executes programs over the stages that this rank holds.
 
-    stages: {stage: Stage}. schedule: has rank_of(stage, mb). comm: the pipeline group. gradsync: is
+    stages: {stage: Stage}. comm: the pipeline group. gradsync: is
     told when the gradients of a unit, or of a stage, are complete on this rank. weights: is told
     when a pass enters and leaves a unit, see `train/zero.py`.
     """

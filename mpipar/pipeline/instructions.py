@@ -67,31 +67,22 @@ class Schedule:
     wired: bool = False
 
     @cached_property
-    def homes(self) -> tuple[tuple[int, ...], ...]:
-        """The pipeline rank of each stage, for each copy of the model."""
-        return PLACEMENTS[self.placement].homes(self.pp_size, self.num_stages)
+    def stage_to_rank(self) -> tuple[int, ...]:
+        """The pipeline rank of each stage."""
+        return PLACEMENTS[self.placement].stage_to_rank(self.pp_size, self.num_stages)
 
     @cached_property
     def stages_by_rank(self) -> tuple[tuple[int, ...], ...]:
         """The stages whose weights each rank holds, ascending."""
-        held: list[set[int]] = [set() for _ in range(self.pp_size)]
-        for copy in self.homes:
-            for stage, pp_rank in enumerate(copy):
-                held[pp_rank].add(stage)
-        return tuple(tuple(sorted(stages)) for stages in held)
+        held: list[list[int]] = [[] for _ in range(self.pp_size)]
+        for stage, pp_rank in enumerate(self.stage_to_rank):
+            held[pp_rank].append(stage)
+        return tuple(map(tuple, held))
 
     @property
     def one_stage_each(self) -> bool:
         """Whether each rank holds exactly one stage, so that the rank identifies it."""
-        return len(self.homes) == 1 and self.num_stages == self.pp_size
-
-    def rank_of(self, stage: int, mb: int) -> int:
-        """Return the pipeline rank on which stage handles microbatch mb."""
-        return self.homes[mb * len(self.homes) // self.num_microbatches][stage]
-
-    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
-        """Return the stages whose weights pp_rank holds, ascending."""
-        return self.stages_by_rank[pp_rank]
+        return self.num_stages == self.pp_size
 
 
 class ScheduleError(UsageError):
@@ -167,11 +158,11 @@ def neighbours(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Me
             direction, takes, gives = ENDS[kind]
             step = 1 if direction == "F" else -1
             before, behind, last = stage - step, stage + step, schedule.num_stages - 1
-            here = schedule.rank_of(stage, mb)
+            pp_rank = schedule.stage_to_rank
             if takes and 0 <= before <= last:
-                taken.append(Message(direction, stage, mb, schedule.rank_of(before, mb), here))
+                taken.append(Message(direction, stage, mb, pp_rank[before], pp_rank[stage]))
             if gives and 0 <= behind <= last:
-                given.append(Message(direction, behind, mb, here, schedule.rank_of(behind, mb)))
+                given.append(Message(direction, behind, mb, pp_rank[stage], pp_rank[behind]))
     return taken, given
 
 

@@ -13,9 +13,9 @@ from mpipar.data.dataset import is_dataset, read_dataset
 from mpipar.errors import DataError, UsageError, UserError
 from mpipar.ops import shapes_for
 from mpipar.partition.context import keeps_scores
-from mpipar.pipeline.combinations import RULES
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Schedule
+from mpipar.run.combinations import RULES
 from mpipar.run.source import find_source
 
 # How routers are trained, which weights do not fix; but a bias per expert is one of the weights.

@@ -17,10 +17,10 @@ from mpipar.errors import UserError
 from mpipar.files.text import shown
 from mpipar.files.typed import built
 from mpipar.pipeline.check import check
-from mpipar.pipeline.combinations import MOST_PASSES
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.placements import PLACEMENTS
+from mpipar.pipeline.schedules.catalog import MOST_PASSES
 from mpipar.trace.clock import Sample
 
 MOST_RANKS = 1 << 17

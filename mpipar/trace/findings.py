@@ -186,7 +186,7 @@ def one_at_a_time(trace: Trace) -> list[Finding]:
     costs = measured_costs(facts, schedule.num_stages)
     whole = {
         name: tuple(
-            sum(getattr(costs, name)[stage] for stage in schedule.stages_of(place)) / parts
+            sum(getattr(costs, name)[stage] for stage in schedule.stages_by_rank[place]) / parts
             for place in range(size)
         )
         for name in "fiw"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -62,12 +61,6 @@ def with_shared_heads(grid: Grid, model: ModelConfig) -> Grid:
     return replace(grid, sizes={**grid.sizes, "kv": max(1, shared)})
 
 
-def holders(schedule: Schedule, stages: Iterable[int]) -> tuple[int, ...]:
-    """Return the pipeline ranks that hold a copy of any of the stages, in ascending order."""
-    mbs = range(schedule.num_microbatches)
-    return tuple(sorted({schedule.rank_of(stage, mb) for stage in stages for mb in mbs}))
-
-
 def groups_of(
     config: Config,
     grid: Grid,
@@ -78,17 +71,12 @@ def groups_of(
 ) -> Comms:
     """Return all groups of a rank.
 
-    Some tensors have copies on several pipeline ranks: tied tables at both ends ("tie"), and stages
-    that a bidirectional schedule holds twice ("mirror"). Their gradients are summed over these
-    groups.
+    Tied tables have copies on the pipeline ranks of both ends; their gradients are summed over that
+    group ("tie").
     Comm: one split over the world for each group; every rank must make its own.
     """
-    last = schedule.num_stages - 1
-    mirrors = {holders(schedule, (stage,)) for stage in range(last + 1)}
-    partitions = {
-        "tie": grid.partition("pp", [holders(schedule, (0, last))]),
-        "mirror": grid.partition("pp", sorted(mirrors)),
-    }
+    ends = {schedule.stage_to_rank[0], schedule.stage_to_rank[-1]}
+    partitions = {"tie": grid.partition("pp", [tuple(sorted(ends))])}
     run = config.run
     sync = os.environ.get("MPIPAR_SYNC_SENDS") == "1"
     options = Options(sync, run.check_comm, all_reduce=run.all_reduce)
@@ -102,23 +90,19 @@ def stages_of(
 ) -> dict[int, Any]:
     """Return {stage: the model's Stage} of a pipeline rank, with parameters in flat buffers.
 
-    Each tensor has one owner: the rank that runs its first stage on microbatch 0.
+    Each tensor has one owner: the rank of its first stage.
     """
     memory, pp_rank = config.memory, comms.grid.place("pp")
     bucket = config.train.bucket_bytes // ops.statistics.itemsize
     sharded = partial(ShardedFlatParams, level=memory.zero, bucket=bucket)
     make_flat = sharded if memory.zero else FlatParams
-    tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.rank_of(0, 0) == pp_rank)
+    tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.stage_to_rank[0] == pp_rank)
     context = Context(ops, comms, **recompute_options(config), make_flat=make_flat, tied=tied)
     tables: dict[str, Param] = {}
-    found = {}
-    for stage in schedule.stages_of(pp_rank):
-        mirrored = len(holders(schedule, (stage,))) > 1
-        copies = Copies(("mirror",) if mirrored else (), schedule.rank_of(stage, 0) == pp_rank)
-        found[stage] = Stage(
-            replace(context, copies=copies), config.model, stage, stage_layers, tables
-        )
-    return found
+    return {
+        stage: Stage(context, config.model, stage, stage_layers, tables)
+        for stage in schedule.stages_by_rank[pp_rank]
+    }
 
 
 def gradient_sums(memory: MemoryConfig) -> type[GradSync[Any]]:

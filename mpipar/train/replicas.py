@@ -1,8 +1,8 @@
 """Replica drift: checks that all copies of a tensor still have the same bits (--check-replicas).
 
 Data-parallel ranks hold copies of every tensor that is not sharded over them (`--zero`), and
-tensor-parallel ranks of every uncut one. A tied table and the stages of a bidirectional schedule
-have copies on two pipeline ranks. All copies start equal and get equal updates, so they stay equal
+tensor-parallel ranks of every uncut one. A tied table has copies
+on two pipeline ranks. All copies start equal and get equal updates, so they stay equal
 bit by bit. If one differs, a memory, a link or a library is at fault, and the copies would drift
 further apart without any error.
 """

@@ -109,7 +109,7 @@ class Worker:
         mean loss over the global batch, on every rank that holds the parameter. If a gradient is
         not finite on any rank, the norm is not finite on all of them. votes() returns this rank's
         StepVotes; it is called as late as possible, because a step may take minutes.
-        Comm: the schedule's sends and receives, the layers' barriers, data (and tie, mirror) sums,
+        Comm: the schedule's sends and receives, the layers' barriers, data (and tie) sums,
         and one all_reduce of five numbers over world.
         """
         self.recorder.step = step

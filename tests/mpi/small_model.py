@@ -44,7 +44,7 @@ EMPTY_STAGES = [
     ("zb-v", (3, 0, 0, 2)),
     ("interleaved", (2, 0, 0, 3)),
     ("v-min", (0, 0, 5, 0)),
-    ("dualpipe", (0, 5)),
+    ("dualpipe-v", (0, 5, 0, 0)),
 ]
 # 6 heads of width 3, 5 layers, 7 tokens; ffn 31 and 29 tokens in the vocabulary: padded for every
 # tp > 1.

@@ -51,7 +51,7 @@ CASES = {
         ((1, 2, 1), 2, "zb-h1", MODEL),
         ((1, 2, 1), 2, "zb-v", MODEL),
     ],
-    8: [((1, 2, 2), 2, "interleaved", HELD), ((2, 2, 1), 2, "dualpipe", MODEL)],
+    8: [((1, 2, 2), 2, "interleaved", HELD), ((2, 2, 1), 2, "dualpipe-v", MODEL)],
 }
 HERE = CASES.get(WORLD.size, [])
 every_method = pytest.mark.parametrize("method", METHOD_NAMES)

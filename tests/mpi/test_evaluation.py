@@ -26,7 +26,6 @@ CONTEXT = replace(MODEL, d_model=24, heads=8, seq_len=16)
 CASES = [
     *((size, layout, {}) for size, layouts in LAYOUTS.items() for layout in layouts),
     (2, (1, 2, 1), {"schedule": "zb-v"}),
-    (2, (1, 2, 1), {"schedule": "dualpipe", "num_microbatches": 4}),
     (2, (1, 1, 1), {"cp": 2, "model": CONTEXT}),
     (4, (1, 2, 1), {"cp": 2, "model": CONTEXT}),
     (4, (2, 1, 1), {"cp": 2, "model": CONTEXT}),

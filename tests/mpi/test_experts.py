@@ -93,11 +93,9 @@ CASES = [
     *some(
         STAGES,
         1,
-        lambda one: one["schedule"] in ("dualpipe", "zb-v"),
+        lambda one: one["schedule"] == "zb-v",
         layers=4,
         order=[
-            # A bidirectional one holds every expert twice.
-            {"schedule": "dualpipe", "num_microbatches": 4, "router_balance": "bias"},
             *(
                 {"schedule": name, "num_microbatches": 4}
                 for name in ("zb-h1", "zb-v", "interleaved")

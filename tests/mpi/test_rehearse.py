@@ -53,7 +53,7 @@ RING = {"cp": 2, "cp_attention": "ring"}
 CASES = {  # name: arguments of small_config
     **{f"1f1b {layout}": {"layout": layout} for layout in LAYOUTS.get(WORLD.size, ())},
     "zb-h1": {"layout": PIPELINE, "num_microbatches": 4, "schedule": "zb-h1"},
-    "dualpipe": {"layout": PIPELINE, "num_microbatches": 4, "schedule": "dualpipe"},
+    "dualpipe-v": {"layout": PIPELINE, "num_microbatches": 4, "schedule": "dualpipe-v"},
     "ring": {"layout": TENSOR, "model": cut_model("ring")},
     "context": {"layout": CONTEXT, "model": EVEN, **RING},
     "experts": {"layout": DATA, "model": EXPERTS, "ep": 2},
@@ -107,7 +107,7 @@ def test_records_are_those_of_a_real_step(case):
     "words",
     [
         "dp=4,pp=2,tp=2",
-        "pp=4,dp=2 --schedule dualpipe --num-microbatches 8",
+        "pp=4,dp=2 --schedule dualpipe-v --num-microbatches 8",
         "dp=8 --zero 3",
         "pp=4 --schedule zb-v --num-microbatches 8 --tied",
         "cp=4",

@@ -15,7 +15,7 @@ from mpipar.train.worker import StepVotes
 pytestmark = pytest.mark.ranks(2, 4)
 FACTS = {"config": "", "data": {}}
 HERE = [(layout, "1f1b") for layout in LAYOUTS[WORLD.size]]
-HERE += [((1, 2, 1), "dualpipe")] if WORLD.size == 2 else [((2, 2, 1), "zb-v")]
+HERE += [((1, 2, 1), "dualpipe-v")] if WORLD.size == 2 else [((2, 2, 1), "zb-v")]
 
 
 def config_of(layout, dtype="float64"):

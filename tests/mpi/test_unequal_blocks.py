@@ -61,7 +61,6 @@ CASES = {
     2: [
         ((1, 2, 1), 1, "1f1b", AGAIN),
         ((1, 2, 1), 1, "zb-h1", AGAIN),
-        ((1, 2, 1), 1, "dualpipe", {}),
         ((1, 2, 1), 1, "interleaved", SCORES),
         ((2, 1, 1), 1, "1f1b", PIECES),
         ((1, 1, 2), 1, "1f1b", AGAIN),

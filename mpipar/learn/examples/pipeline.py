@@ -51,7 +51,8 @@ def stages_run(case, group, board, count: int) -> dict[int, ProductStage]:
     """Return the stages of this rank after a step of 1F1B. Comm: the schedule's messages."""
     schedule = make_schedule("1f1b", count, len(MICROBATCHES))
     stages = {
-        stage: ProductStage(case, stage, count, board) for stage in schedule.stages_of(group.index)
+        stage: ProductStage(case, stage, count, board)
+        for stage in schedule.stages_by_rank[group.index]
     }
     # No gradient is summed over ranks: there is one copy of each stage.
     no_sums = SimpleNamespace(start=lambda stage: None, test=lambda: None)

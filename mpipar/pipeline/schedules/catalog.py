@@ -1,22 +1,60 @@
 """Pipeline schedules by name and counts, as pure data: who computes what, in which order."""
 
-from types import SimpleNamespace
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import NamedTuple
 
-from mpipar.config.grid import GridConfig
-from mpipar.config.rule import broken_of
-from mpipar.config.setting import value_problem
 from mpipar.errors import UsageError
-from mpipar.pipeline.combinations import OF_SCHEDULES
 from mpipar.pipeline.instructions import Instr, Schedule
-from mpipar.pipeline.schedules.families import FAMILIES, SCHEDULES, num_stages
+from mpipar.pipeline.schedules.families import FAMILIES, SCHEDULES, Family, num_stages
 
 __all__ = [
     "FAMILIES",
+    "LIMITS",
     "SCHEDULES",
     "make_schedule",
     "num_stages",
     "schedule_problems",
 ]
+MOST_PASSES = 1 << 18  # forward passes of a step, which take some seconds to prove
+
+
+class Limit(NamedTuple):
+    """Counts that a schedule cannot have.
+
+    settings: those it relates. broken: (family, p, m, v) -> whether they are illegal; v is None by
+    default. sentence: why, and what to use instead.
+    """
+
+    name: str
+    settings: tuple[str, ...]
+    broken: Callable[[Family, int, int, int | None], bool]
+    sentence: str
+
+
+LIMITS = (
+    Limit(
+        "passes of a step",
+        ("num_microbatches", "pp", "schedule", "chunks"),
+        lambda family, p, m, v: p * (v or family.stages_per_rank) * m > MOST_PASSES,
+        f"a schedule has at most {MOST_PASSES:,} forward passes, which take seconds to prove; use a"
+        " smaller --num-microbatches",
+    ),
+    Limit(
+        "chunks of a schedule",
+        ("chunks", "schedule"),
+        lambda family, p, m, v: not family.looped and v not in (None, family.stages_per_rank),
+        "only looped schedules take any number of stages on a rank; leave --chunks out, or use"
+        " --schedule interleaved",
+    ),
+    Limit(
+        "streams of a schedule",
+        ("num_microbatches", "pp", "schedule"),
+        lambda family, p, m, v: m < family.rounds * p,
+        "two streams that cross need at least 2 pp microbatches; use --num-microbatches from"
+        " 2 * {pp} on",
+    ),
+)
 
 
 def make_schedule(
@@ -64,21 +102,18 @@ def schedule_problems(
     num_microbatches: int,
     chunks: int | None = None,
 ) -> list[str]:
-    """Return everything wrong with these counts for this schedule: rules and next valid values."""
-    given = {
-        "schedule": name,
-        "pp": pp_size,
-        "num_microbatches": num_microbatches,
-        "chunks": chunks,
-    }
-    values = SimpleNamespace(**given, ranks=None, csv=None, schedule_csv=None)
-    fields = GridConfig.__dataclass_fields__
-    wrong = {
-        one: value_problem(one, fields[one].metadata, value)
-        for one, value in given.items()
-        if value is not None
-        and value not in FAMILIES  # may be a reader's own, not among the choices
-    }
-    bad = {one: text for one, text in wrong.items() if text}
-    rules = broken_of(OF_SCHEDULES, values, bad)
-    return [*bad.values(), *(rule.problem(values) for rule in rules)]
+    """Return everything wrong with these counts for this schedule: why, and what to use instead."""
+    counts = {"--pp": pp_size, "--num-microbatches": num_microbatches, "--chunks": chunks}
+    given = {flag: count for flag, count in counts.items() if count is not None}
+    found = [f"{flag} {count}: must be at least 1" for flag, count in given.items() if count < 1]
+    if name not in FAMILIES:
+        close = "".join(f"; did you mean {one}?" for one in get_close_matches(name, FAMILIES, 1))
+        found.append(f"--schedule {name!r}: must be one of {', '.join(FAMILIES)}{close}")
+    if found:
+        return found
+    words = " ".join(f"{flag} {count}" for flag, count in given.items())
+    return [
+        f"--schedule {name} with {words}: {limit.sentence.format(pp=pp_size)}"
+        for limit in LIMITS
+        if limit.broken(FAMILIES[name], pp_size, num_microbatches, chunks)
+    ]

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from mpipar.pipeline.instructions import Instr
 from mpipar.pipeline.placements import PLACEMENTS
-from mpipar.pipeline.schedules.dualpipe import dualpipe, dualpipe_v
 from mpipar.pipeline.schedules.looped import interleaved, interleaved_zb, looped_bfs
 from mpipar.pipeline.schedules.simple import (
     eager_one_f_one_b,
@@ -19,7 +18,7 @@ from mpipar.pipeline.schedules.simple import (
     zb_h1,
     zb_h2,
 )
-from mpipar.pipeline.schedules.v_shape import v_half, v_min, zb_v
+from mpipar.pipeline.schedules.v_shape import dualpipe_v, v_half, v_min, zb_v
 
 
 class Family(NamedTuple):
@@ -60,7 +59,6 @@ FAMILIES = {
     "zb-v": Family(zb_v, "v", split=True),
     "v-half": Family(v_half, "v", split=True),
     "v-min": Family(v_min, "v", split=True),
-    "dualpipe": Family(dualpipe, "mirror", rounds=2),
     "dualpipe-v": Family(dualpipe_v, "v", rounds=2),
 }
 SCHEDULES = tuple(FAMILIES)

@@ -7,6 +7,7 @@ down the ranks and comes back up. Letters: p = pp_size, r = pp_rank, m = num_mic
 from collections import deque
 
 from mpipar.pipeline.instructions import Instr
+from mpipar.pipeline.schedules.simple import passes
 
 BLOCK = 6  # unit passes of one microbatch on one rank: F, I and W of both chunks
 
@@ -29,8 +30,8 @@ def zb_v(p: int, r: int, m: int) -> list[Instr]:
     done = dict.fromkeys(((kind, chunk) for kind in "FIW" for chunk in (0, 1)), 0)
     program = []
 
-    def run(*passes: tuple[str, int]) -> None:
-        for kind, chunk in passes:
+    def run(*these: tuple[str, int]) -> None:
+        for kind, chunk in these:
             mb = done[kind, chunk]
             done[kind, chunk] += 1
             if mb < m:
@@ -84,10 +85,10 @@ def repeated_block(p: int, r: int, m: int, offsets: tuple[int, int, int, int]) -
     W runs first in, first out, in the free slots. Only the order is kept, so each pass runs as
     early as it can.
     """
-    passes = zip(offsets, "FFII", (r, 2 * p - 1 - r, 2 * p - 1 - r, r), strict=True)
+    block = zip(offsets, "FFII", (r, 2 * p - 1 - r, 2 * p - 1 - r, r), strict=True)
     slots = {
         offset + BLOCK * mb: Instr(kind, stage, mb)
-        for offset, kind, stage in passes
+        for offset, kind, stage in block
         for mb in range(m)
     }
     assert len(slots) == 4 * m, f"two passes in one slot: rank {r} of {p}, offsets {offsets}"
@@ -102,3 +103,65 @@ def repeated_block(p: int, r: int, m: int, offsets: tuple[int, int, int, int]) -
         elif late_weights:
             program.append(late_weights.popleft())
     return program + list(late_weights)
+
+
+def dualpipe_v(p: int, r: int, m: int) -> list[Instr]:
+    """Return DualPipeV: F of one chunk runs beside B of the other (m >= 2p; arXiv 2412.19437).
+
+    The authors' step list, for the r-th rank from the end where microbatches enter:
+
+        1  2(p-r-1) x F0          fill chunk 0 up to the fold
+        2  (r+1) x (F0, F1)       microbatches come back
+        3  (p-r-1) x (I1, W, F1)
+        4  (m-2p+r+1) x (F0&B1, F1&B0)
+        5  (p-r-1) x (B1, F1&B0)
+        6  (r+1) x (B1, B0)       I instead of B from half way on: W waits for the drain
+        7  (p-r-1) x (W, I0)
+        8  (r+1) x W
+    """
+    far, stages = p - r - 1, (r, 2 * p - 1 - r)
+    forwards = [iter(passes("F", stage, m)) for stage in stages]
+    backwards = [iter(passes("B", stage, m)) for stage in stages]
+    program: list[Instr] = []
+    late_weights: deque[Instr] = deque()
+
+    def forward(*chunks: int) -> None:
+        program.extend(next(forwards[chunk]) for chunk in chunks)
+
+    def backward(chunk: int, split: bool = False) -> None:
+        whole = next(backwards[chunk])
+        program.append(whole._replace(kind="I") if split else whole)
+        late_weights.extend([whole._replace(kind="W")] * split)
+
+    def weights(most: int) -> None:
+        program.extend(late_weights.popleft() for _ in range(min(most, len(late_weights))))
+
+    def overlapped(forward: int, backward: int) -> None:
+        f, b = next(forwards[forward]), next(backwards[backward])
+        program.append(Instr("OVERLAP_F_B", f.stage, f.mb, b.stage, b.mb))
+
+    forward(*[0] * (2 * far), *[0, 1] * (r + 1))
+    for _ in range(far):
+        backward(1, split=True)
+        weights(1)
+        forward(1)
+    for turn in range(m - 2 * p + r + 1):
+        if turn == 0 and far == 0:
+            # All ranks wait for this first B1 at the fold, so it must not wait for an overlap.
+            forward(0)
+            backward(1)
+        else:
+            overlapped(0, 1)
+        overlapped(1, 0)
+    for _ in range(far):
+        backward(1)
+        overlapped(1, 0)
+    half = (r + 1) // 2
+    for turn in range(r + 1):
+        backward(1, split=turn > half or (turn == half and r % 2 == 1))
+        backward(0, split=turn >= half)
+    for _ in range(far):
+        weights(1)
+        backward(0, split=True)
+    weights(r + 1)
+    return program

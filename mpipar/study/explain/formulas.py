@@ -166,31 +166,30 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
     """Return {axis: Expected} of one rank. prediction: of that rank, for the sizes of its buffers.
 
     L is the number of blocks on this rank, R of those that are recomputed (--recompute block), m
-    the number of microbatches. A schedule whose ranks hold a second stage for the other direction
-    sends half of the microbatches each way.
+    the number of microbatches.
     """
-    stages, mirror = schedule.stages_of(grid.place("pp")), schedule.placement == "mirror"
+    stages = schedule.stages_by_rank[grid.place("pp")]
     parts = [stage_parts(stage, stage_layers) for stage in stages]
-    m = config.grid.num_microbatches // (1 + mirror), "m/2" if mirror else "m"
+    m = config.grid.num_microbatches
     found = {
-        axis: _layers(config, axis, parts, *m, len(prediction.groups[axis]))
+        axis: _layers(config, axis, parts, m, len(prediction.groups[axis]))
         for axis in ("tp", "cp", "kv", "expert")
         if len(prediction.groups.get(axis, ())) > 1
     }
     if grid.size("pp") > 1:
-        # Neighbouring stages on one rank need no message. A mirror's stages have two directions.
+        # Neighbouring stages on one rank need no message.
         hops = sum(
-            0 <= other < schedule.num_stages and (mirror or other not in stages)
+            0 <= other < schedule.num_stages and other not in stages
             for stage in stages
             for other in (stage - 1, stage + 1)
         )
         units, sizes = units_of(config)
         stream = units.stream
         found["pp"] = Expected(
-            f"{m[1]} * {2 * hops} (sends and receives)",
-            2 * m[0] * hops,
-            f"{m[1]} * {hops} * {text(stream)}",
-            m[0] * hops * value(stream, sizes),
+            f"m * {2 * hops} (sends and receives)",
+            2 * m * hops,
+            f"m * {hops} * {text(stream)}",
+            m * hops * value(stream, sizes),
         )
     if sums := _sums(config, prediction):
         found["tp"] = _plus(found["tp"], sums)
@@ -199,13 +198,13 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
         for groups, _ in prediction.segments:  # the last group sums: expert_data, and all copies
             ranks = prediction.groups.get(groups[-1], ())
             if len(ranks) > 1:
-                found[groups[-1]] = _data(config, prediction, groups[-1], len(ranks), *m)
+                found[groups[-1]] = _data(config, prediction, groups[-1], len(ranks), m)
     if grid.world_size > 1:
         found["world"] = Expected("1 (the norm)", 1)
     return found
 
 
-def _layers(config, axis: str, parts, m: int, m_text: str, q: int) -> Expected:
+def _layers(config, axis: str, parts, m: int, q: int) -> Expected:
     """Return the Expected of an axis inside layers: blocks, recomputed ones, and the ends."""
     units, sizes = units_of(config)
     ends = [
@@ -239,9 +238,9 @@ def _layers(config, axis: str, parts, m: int, m_text: str, q: int) -> Expected:
     bytes_sent += [sent_text(ends)] * bool(ends)
     runs.append(("", 1, ends))
     return Expected(
-        f"{m_text} * ({' + '.join(calls) or 0})",
+        f"m * ({' + '.join(calls) or 0})",
         m * sum(count * _calls(barriers, q) for _, count, barriers in runs),
-        f"{m_text} * ({' + '.join(bytes_sent) or 0})",
+        f"m * ({' + '.join(bytes_sent) or 0})",
         m * sum(count * _sent(barriers, sizes, q) for _, count, barriers in runs),
     )
 
@@ -283,7 +282,7 @@ def _plus(one: Expected, two: Expected) -> Expected:
     )
 
 
-def _data(config, prediction, group: str, group_size: int, m: int, m_text: str) -> Expected:
+def _data(config, prediction, group: str, group_size: int, m: int) -> Expected:
     """Return the Expected of a group that sums gradients and shards its states (--zero)."""
     (itemsize, sum_itemsize), memory = bytes_of_numbers(config), config.memory
     factor = (group_size - 1) / group_size
@@ -307,12 +306,12 @@ def _data(config, prediction, group: str, group_size: int, m: int, m_text: str) 
         for groups, length in unit
         if groups[-1] == group
     ]
-    gathers, gathers_text = (1, "") if memory.keeps_gathered else (2 * m, f"2*{m_text} ")
+    gathers, gathers_text = (1, "") if memory.keeps_gathered else (2 * m, "2*m ")
     calls, sums, words = len(own), numbers, "gradients"
     calls_text = f"{gathers_text}reads + segments"
     if memory.zero == 3:
-        calls, sums, words = m * len(lengths), m * sum(lengths), f"{m_text} gradients"
-        calls_text = f"{gathers_text}reads + {m_text} reads"
+        calls, sums, words = m * len(lengths), m * sum(lengths), "m gradients"
+        calls_text = f"{gathers_text}reads + m reads"
     return Expected(
         calls_text,
         gathers * len(lengths) + calls,

@@ -17,7 +17,6 @@ from itertools import product
 from typing import Any
 
 from mpipar.console import html
-from mpipar.pipeline.csv_format import MIRROR_LINE
 from mpipar.pipeline.instructions import Schedule, is_compute
 from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule, schedule_problems
@@ -48,18 +47,19 @@ def build(data: dict[str, Any], orders: Orders, fallback: str) -> str:
         name: {"placement": family.placement, "chunks": chunk_counts(name)}
         for name, family in FAMILIES.items()
     }
-    homes = {
-        f"{family.placement} {p} {chunks}": PLACEMENTS[family.placement].homes(p, p * chunks)
+    stage_to_rank = {
+        f"{family.placement} {p} {chunks}": PLACEMENTS[family.placement].stage_to_rank(
+            p, p * chunks
+        )
         for name, family in FAMILIES.items()
         for p in RANKS
         for chunks in chunk_counts(name)
     }
     facts = {
         "families": families,
-        "homes": homes,
+        "stageToRank": stage_to_rank,
         "ranks": RANKS,
         "microbatches": MICROBATCHES,
-        "mirrorLine": MIRROR_LINE,
     }
     return html.build(
         files("mpipar.study.schedules") / "explorer_page",
@@ -104,6 +104,6 @@ def schedule_facts(schedule: Schedule) -> dict[str, Any]:
         "name": schedule.name,
         "p": schedule.pp_size,
         "m": schedule.num_microbatches,
-        "homes": schedule.homes,
+        "stageToRank": schedule.stage_to_rank,
         "programs": passes(schedule),
     }

@@ -144,21 +144,15 @@ FORMS = {
     ),
     "v-half": Forms(peak=Form("<= 2((p+2) div 2)", lambda n: 2 * ((n.p + 2) // 2))),
     "v-min": Forms(peak=Form("<= 2((p+4) div 3)", lambda n: 2 * ((n.p + 4) // 3))),
-    "dualpipe": Forms(
-        Form("(p/2-1)(f+2b-3w)", lambda n: (n.p // 2 - 1) * (n.f + 2 * n.i - n.w), same),
-        Form("p+1", lambda n: n.p + 1),
-    ),
     "dualpipe-v": Forms(
         Form("(p-1)(f+2b-3w)", lambda n: (n.p - 1) * (n.f + 2 * n.i - n.w), same),
         Form("2p+1", lambda n: 2 * n.p + 1),
     ),
 }
-ONE_WAY = Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1))
 MESSAGES = {  # by placement
-    "linear": ONE_WAY,
+    "linear": Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1)),
     "v": Form("4m(p-1)", lambda n: 4 * n.m * (n.p - 1)),
     "looped": Form("2m(pv-1)", lambda n: 2 * n.m * (n.p * n.v - 1) if n.p > 1 else 0),
-    "mirror": ONE_WAY,
 }
 
 

@@ -26,12 +26,11 @@ function withReduceGrad(program) {
   return found;
 }
 
-/** One training step: the passes of each worker, in order. homes: the worker of each stage, for
-    each copy of the model, from pipeline/placements.py; the copies process equal shares of the
-    microbatches. */
+/** One training step: the passes of each worker, in order. stageToRank: the worker of each stage,
+    from pipeline/placements.py. */
 class Schedule {
-  constructor({ name, p, m, homes, programs }) {
-    Object.assign(this, { name, p, m, homes, stages: homes[0].length });
+  constructor({ name, p, m, stageToRank, programs }) {
+    Object.assign(this, { name, p, m, stageToRank, stages: stageToRank.length });
     this.programs = programs.map(program => typeof program === "string"
       ? program.split(" ").map(readPass) : program);
   }
@@ -39,26 +38,21 @@ class Schedule {
   /** The same schedule with different programs. */
   changed(programs) { return new Schedule({ ...this, programs }); }
 
-  rankOf(stage, mb) {
-    const copy = Math.floor(mb * this.homes.length / this.m);
-    return this.homes[Math.min(copy, this.homes.length - 1)][stage];
-  }
-
   stagesOf(rank) {
-    return this.homes[0].map((_, stage) => stage).filter(stage =>
-      this.homes.some(copy => copy[stage] === rank));
+    return this.stageToRank.map((_, stage) => stage)
+      .filter(stage => this.stageToRank[stage] === rank);
   }
 
   /** The name of a pass in texts; the stage is omitted if each worker holds only one. */
   label(pass) {
-    const alone = this.homes.length === 1 && this.stages === this.p;
+    const alone = this.stages === this.p;
     return pass.parts.map(({ kind, stage, mb }) =>
       alone ? `${kind}${mb}` : `${stage}${kind}${mb}`).join("&");
   }
 
   message(direction, stage, mb) {
     const from = direction === "F" ? stage - 1 : stage + 1;
-    const source = this.rankOf(from, mb), target = this.rankOf(stage, mb);
+    const source = this.stageToRank[from], target = this.stageToRank[stage];
     return { direction, stage, mb, from, source, target, remote: source !== target,
              key: `${direction} ${stage} ${mb}` };
   }
@@ -82,6 +76,6 @@ class Schedule {
   /** The lines of a CSV file, which mpipar schedule --from-csv reads. */
   csv() {
     const rows = this.programs.map(program => program.map(pass => pass.text).join(","));
-    return [...this.homes.length > 1 ? [page.mirrorLine] : [], ...rows, ""].join("\n");
+    return [...rows, ""].join("\n");
   }
 }

@@ -37,7 +37,7 @@ class Panel {
       this.schedule = new Schedule(page.own.schedule);
     else if (Array.isArray(orders[key]))
       this.schedule = new Schedule({ name: this.choice, p, m, programs: orders[key],
-        homes: page.homes[`${family.placement} ${p} ${this.chunkSelect.value}`] });
+        stageToRank: page.stageToRank[`${family.placement} ${p} ${this.chunkSelect.value}`] });
     else this.refused = this.choice && orders[key];
   }
 

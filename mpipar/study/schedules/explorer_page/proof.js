@@ -26,7 +26,7 @@ function* programProblems(schedule, rank) {
   for (const [position, instr] of program.entries()) {
     for (const part of instr.parts) {
       const name = nameOf(part.kind, part.stage, part.mb), before = at.get(name);
-      const reason = misfit(schedule, rank, held, part);
+      const reason = misfit(schedule, held, part);
       if (reason) yield { position, reason };
       if (before) yield { position, reason: part.kind === "REDUCE_GRAD"
         ? `the stage's gradients were reduced at ${before.position}`
@@ -46,13 +46,12 @@ function* programProblems(schedule, rank) {
 }
 
 /** Why a part cannot be on this worker; null if it can. */
-function misfit(schedule, rank, held, { kind, stage, mb }) {
+function misfit(schedule, held, { kind, stage, mb }) {
   if (!held.includes(stage))
     return `stage ${stage} is not on this rank, which holds [${held.join(", ")}]`;
-  if (kind === "REDUCE_GRAD") return null;
-  if (mb >= schedule.m) return `microbatch ${mb} does not exist, there are ${schedule.m}`;
-  const home = schedule.rankOf(stage, mb);
-  return home === rank ? null : `microbatch ${mb} passes stage ${stage} on rank ${home}`;
+  if (kind !== "REDUCE_GRAD" && mb >= schedule.m)
+    return `microbatch ${mb} does not exist, there are ${schedule.m}`;
+  return null;
 }
 
 /** Passes that precede what they need from this worker, including neighbouring stages. */
@@ -83,7 +82,6 @@ function* orderProblems(schedule, at) {
 function* missingParts(schedule, rank, at) {
   for (const stage of schedule.stagesOf(rank)) {
     for (let mb = 0; mb < schedule.m; mb++) {
-      if (schedule.rankOf(stage, mb) !== rank) continue;
       const [forward, full, inputs, weight] = [..."FBIW"].map(kind =>
         at.has(nameOf(kind, stage, mb)));
       if (!forward) yield `${stage}F${mb}`;
