@@ -117,7 +117,7 @@ def test_measured_makespan_is_the_simulated_one_for_every_schedule(tmp_path):
         result = run_ranks(4, command, 130, at_once, cwd=REPOSITORY)
     assert result.returncode == 0, result.tail()
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert len(rows) == 14
+    assert len(rows) == 13
     assert [row["step_ms"] for row in rows] == sorted(row["step_ms"] for row in rows)
     assert rows[-1]["schedule"] == "naive"
     assert rows[-1]["busy_measured"] == pytest.approx(1 / 4, abs=0.02)
