@@ -511,7 +511,7 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
 @pytest.mark.parametrize(("flags", "message"), [
     (["--layout", "tp=2", "--rank", "2"], "--rank 2: the layout has ranks 0 to 1"),
     (["--all-ranks", "--rank", "0"], "--all-ranks and --rank 0: give one of them"),
-    (["--all-ranks", "--layout", "dp=257", "--batch-size", "1028"], "at most 256 are listed"),
+    (["--all-ranks", "--layout", "dp=257", "--batch-size", "1028"], "lists at most 256 ranks"),
     (["--layout", "pp=2", "--schedule", "auto"], "must be one of naive, gpipe,"),
     (["--layout", "tp=3"], "--heads 4"), (["--dp", "0"], "--dp 0: must be at least 1"),
 ])  # fmt: skip

@@ -316,7 +316,9 @@ def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypat
     monkeypatch.setattr(explorer, "known_orders", dict)
     monkeypatch.setattr(trace_file, "read", lambda folder: pipeline_trace("zb-h1", 4, 8))
     path = tmp_path / "page.html"
-    command.write_explorer(SimpleNamespace(from_run="runs/7", html=str(path)), Costs())
+    command.write_explorer(
+        SimpleNamespace(from_run="runs/7", from_csv=None, html=str(path)), Costs()
+    )
     page = load(window, path)
     assert told(page, "h2") == "zb-h1: 4 workers, 4 stages, 8 microbatches"
     assert told(page, "h2", "second").startswith("7, measured: ")
