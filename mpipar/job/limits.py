@@ -21,8 +21,7 @@ CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 def problems(launcher: Launcher) -> list[str]:
     """Return the limits under which this host's ranks cannot run, each with its cure."""
     found = []
-    least = DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)  # -1: none
+    least, limit = DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size, open_files()
     if 0 <= limit < least:
         found.append(f"the limit of open files is {limit}, but {least} are needed: ulimit -n 1024")
     least = SHARED_PER_RANK * launcher.local_size
@@ -37,6 +36,11 @@ def problems(launcher: Launcher) -> list[str]:
             f" {least // MIB} MiB: {cure}"
         )
     return found
+
+
+def open_files() -> int:
+    """Return how many files this process may have open; -1 if there is no limit."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def shared_free() -> int:
