@@ -122,7 +122,7 @@ def test_a_machine_that_cannot_be(name, text, problem, tmp_path):
         ((*WORDS[:6], "--batch-size", "63", "--layout", "dp=8"), ["use 56 or 64"]),
         (
             ("plan", "mixtral-8x7b", "--machine", "h100", "--ranks", "12", "--layout", "ep=3"),
-            ["does not divide the 8 experts; use one of 1, 2, 4, 8"],
+            ["does not divide the 8 experts"],
         ),
         ((*WORDS, "--html", "x"), ["--html"]),
         ((*WORDS, "--stack", "fsdp", "--layout", "tp=2"), ["fsdp cuts a job along dp only"]),

@@ -74,12 +74,11 @@ def run(context: Context) -> int:
     if not is_run(folder):
         what = "is not a run folder" if folder.exists() else "there is no such folder"
         raise DataError(f"{folder}: {what}; give one of mpipar train")
-    steps = committed_steps(folder / CHECKPOINTS)
-    if args.step is not None and steps:
-        known = ", ".join(str(step) for step, _ in steps)
-        steps = [(step, path) for step, path in steps if step == args.step]
-        if not steps:
-            raise DataError(f"--step {args.step}: {folder} has checkpoints of the steps {known}")
+    found = committed_steps(folder / CHECKPOINTS)
+    steps = [(step, path) for step, path in found if args.step in (None, step)]
+    if found and not steps:
+        known = ", ".join(str(step) for step, _ in found)
+        raise DataError(f"--step {args.step}: {folder} has checkpoints of the steps {known}")
     if not steps and (args.action == "export" or args.step is not None):
         raise DataError(NO_CHECKPOINT.format(folder))
     return ACTIONS[args.action](folder, steps, args)
@@ -92,39 +91,26 @@ def say(text: str) -> None:
 
 def list_steps(folder: Path, steps, args) -> int:
     """Print a row per checkpoint, then what else is there, and whether the run has ended."""
-    rows = [("step", "size", "layout, schedule", "age", "")]
+    rows = [("step", "size", "layout, schedule", "written", "")]
     for step, path in steps:
+        size = layout = ""
+        written = time.strftime("%Y-%m-%d %H:%M", time.localtime(path.stat().st_mtime))
         try:
             manifest = read_manifest(path)
+            size = nbytes(sum(file.bytes for file in manifest.files.values()))
+            layout, state = layout_words(manifest.layout, manifest.schedule), "complete"
         except DataError as error:
-            rows.append((str(step), "", "", age(path), f"DAMAGED: {error.problems[0]}"))
-            continue
-        size = nbytes(sum(file.bytes for file in manifest.files.values()))
-        layout = layout_words(manifest.layout, manifest.schedule)
-        rows.append((str(step), size, layout, age(path / NAME), "complete"))
+            state = f"DAMAGED: {error.problems[0]}"
+        rows.append((step, size, layout, written, state))
     say(table(rows, left=0) if steps else f"{folder} has no checkpoint")
-    known = {path for _, path in steps}
-    inside = folder / CHECKPOINTS
-    for path in sorted(inside.iterdir() if inside.is_dir() else ()):
-        if path not in known:
-            what = (text for mark, text in STRANGERS.items() if mark in path.name)
-            say(f"{inside}/{one_line(path.name)}: {next(what, 'does not belong to a checkpoint')}")
+    inside, known = folder / CHECKPOINTS, {path for _, path in steps}
+    for path in sorted(set(inside.iterdir()) - known if inside.is_dir() else ()):
+        what = (text for mark, text in STRANGERS.items() if mark in path.name)
+        say(f"{inside}/{one_line(path.name)}: {next(what, 'does not belong to a checkpoint')}")
+    resume = f"the run has not ended; resume it: mpipar train --resume auto --out {folder}"
     ended = finished_step(folder)
-    say(
-        f"the run ended with step {ended}"
-        if ended
-        else f"the run has not ended; resume it: mpipar train --resume auto --out {folder}"
-    )
+    say(f"the run ended with step {ended}" if ended else resume)
     return EXIT_OK
-
-
-def age(path: Path) -> str:
-    """Return how long ago a file was written."""
-    seconds = max(0.0, time.time() - path.stat().st_mtime)
-    for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def verify(folder: Path, steps, args) -> int:
@@ -136,16 +122,16 @@ def verify(folder: Path, steps, args) -> int:
     final = folder / WEIGHTS
     if args.step is None and final.exists():
         if digests := written_digests(final):
-            problems = (digest_problem(final / name, digest) for name, digest in digests.items())
-            found[final] = [text for text in problems if text]
+            found[final] = [
+                *filter(None, (digest_problem(final / name, one) for name, one in digests.items()))
+            ]
         else:
             say(f"{final}: no {DIGESTS}, so nothing is compared")
     if not found:
         raise DataError(NO_CHECKPOINT.format(folder))
     for path, wrong in found.items():
-        say(f"{path}: {'DAMAGED' if wrong else 'every byte is as it was written'}")
-        for text in wrong:
-            say(f"  {text}")
+        state = "DAMAGED" if wrong else "every byte is as it was written"
+        say("\n  ".join([f"{path}: {state}", *wrong]))
     return EXIT_DATA if any(found.values()) else EXIT_OK
 
 
@@ -153,12 +139,10 @@ def export(folder: Path, steps, args) -> int:
     """Write the weights of the newest of these checkpoints into a new folder."""
     _, path = steps[-1]
     out = Path(args.out) if args.out is not None else folder / WEIGHTS
-    if out.exists() and (
-        not out.is_dir() or any(path.name not in tokenizer_files.FILES for path in out.iterdir())
-    ):
+    inside = out.iterdir() if out.is_dir() else [out] * out.exists()
+    if any(one.name not in tokenizer_files.FILES for one in inside):
         raise UsageError(f"{out}: exists and is not empty; give a new folder with --out")
-    wrong = damage(path)
-    if wrong:
+    if wrong := damage(path):
         raise DataError(wrong)
     manifest = read_manifest(path)
     model = model_config(formats.model_settings(str(path), where=str(path)))

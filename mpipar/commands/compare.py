@@ -44,19 +44,17 @@ def run(context: Context) -> int:
 
 def print_runs(before: Analysis, after: Analysis) -> None:
     """Print what is compared, which settings differ, and what to know before believing it."""
-    sides = {"A": before.trace, "B": after.trace}
-    for name, trace in sides.items():
+    old, new = sides = before.trace, after.trace
+    remarks: dict[str, list[str]] = {}
+    for name, trace in zip("AB", sides, strict=True):
         print(
             f"{name}: {harmless(str(trace.folder))}: {trace.size()},"
             f" {trace.meta['schedule']['name']}, {counted(trace.num_steps, 'traced step')}"
         )
-    old, new = sides.values()
-    for key, was, now in comparison.settings_that_differ(old.folder, new.folder):
-        print(f"   {brief(key)}: {brief(str(was))} -> {brief(str(now))}")
-    remarks: dict[str, list[str]] = {}
-    for name, trace in sides.items():
         for remark in trace.remarks():
             remarks.setdefault(remark, []).append(name)
+    for key, was, now in comparison.settings_that_differ(old.folder, new.folder):
+        print(f"   {brief(key)}: {brief(str(was))} -> {brief(str(now))}")
     lines = [f"{' and '.join(names)}: {remark}" for remark, names in remarks.items()]
     if old.meta["layout"] != new.meta["layout"]:
         lines.append("the layouts differ: rank 1 of A and rank 1 of B do different work")
@@ -80,18 +78,25 @@ def print_step(before: Analysis, after: Analysis) -> str:
 
 def change_table(title: str, changes: list[comparison.Change]) -> str:
     """Return a table of the largest changes: medians and quartiles."""
-    largest = sorted(changes, key=lambda one: -abs(one.ms))[:MOST]
-    rows = [(title, "A ms", "quartiles", "B ms", "quartiles", "change", "beyond")]
-    for one in changes:
-        if one in largest:
-            sides = [
-                text
-                for low, middle, high in (one.before, one.after)
-                for text in (digits(middle), f"{digits(low)}-{digits(high)}")
-            ]
-            rows.append((one.what, *sides, digits(one.ms, "+z"), one.verdict))
-    rest = [f"and {counted(len(changes) - MOST, 'smaller change')}"] if len(changes) > MOST else []
-    return "\n".join([table(rows), *rest]) if changes else "no rank waited"
+    if not changes:
+        return "no rank waited"
+    least = sorted((abs(one.ms) for one in changes), reverse=True)[:MOST][-1]
+    rows = [
+        (
+            one.what,
+            digits(one.before[1]),
+            f"{digits(one.before[0])}-{digits(one.before[2])}",
+            digits(one.after[1]),
+            f"{digits(one.after[0])}-{digits(one.after[2])}",
+            digits(one.ms, "+z"),
+            one.verdict,
+        )
+        for one in changes
+        if abs(one.ms) >= least
+    ]
+    text = table([(title, "A ms", "quartiles", "B ms", "quartiles", "change", "beyond"), *rows])
+    rest = len(changes) - len(rows)
+    return f"{text}\nand {counted(rest, 'smaller change')}" if rest else text
 
 
 def digits(ms: float, sign: str = "") -> str:

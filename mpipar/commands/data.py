@@ -1,6 +1,7 @@
 """`mpipar data prepare TEXT...`: converts text to token files, with their tokenizer; no MPI."""
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +15,12 @@ from mpipar.data.dataset import PARTS
 from mpipar.data.prepare import BYTES, LEAST_NEW, MOST_NEW, TRAIN, Texts, prepare
 from mpipar.data.source import text_files
 from mpipar.data.tokenizer import library_of
-from mpipar.errors import EXIT_OK, DataError, UsageError, UserError
+from mpipar.errors import EXIT_OK, DataError, UsageError, UserError, broken
 from mpipar.files.replace import new_folder
 from mpipar.files.text import brief, printable, shown
 from mpipar.run.folder import said
+
+NEW = re.compile(rf"{TRAIN}[0-9]{{1,9}}")
 
 
 @dataclass(frozen=True)
@@ -46,44 +49,37 @@ class Arguments:
 
 def problems(args: Arguments) -> list[UserError]:
     """Return what is wrong with the arguments, and text files that are missing."""
-    found, missing = [], text_files(args.texts, "")[1]
-    if args.action != "prepare":
-        found.append(
-            f"{' '.join(['data', brief(args.action or '')]).rstrip()}: the only action is"
-            " prepare; type mpipar data prepare TEXT..."
-        )
-    if not args.texts:
-        found.append("no text files: name files in UTF-8, or folders of them")
-    if args.tokenizer is None:
-        found.append(
-            f"--tokenizer: is missing; use {BYTES}, a folder or file of a tokenizer, or {TRAIN}4096"
-        )
-    elif args.tokenizer.startswith(TRAIN):
-        size = args.tokenizer.removeprefix(TRAIN)
-        if not (
-            size.isascii()
-            and size.isdecimal()
-            and len(size) < 10
-            and LEAST_NEW <= int(size) <= MOST_NEW
-        ):
-            found.append(
-                f"--tokenizer {brief(args.tokenizer)}: a new tokenizer has {LEAST_NEW} to"
-                f" {MOST_NEW:,} ids, as in {TRAIN}4096"
-            )
-    elif args.tokenizer != BYTES and not os.path.exists(args.tokenizer):
-        found.append(
-            f"--tokenizer {brief(args.tokenizer)}: no such file or folder; use {BYTES},"
-            f" a tokenizer.json, a folder with it, or {TRAIN}4096"
-        )
-    if not args.out or "\0" in args.out:
-        found.append("--out: is missing; name a new folder")
-    elif os.path.lexists(args.out):
-        found.append(
-            f"--out {brief(args.out)}: exists; a prepared folder never overwrites another:"
-            " name a new one"
-        )
-    if args.separator == "":
-        found.append("--separator '': is empty; name the text that separates two documents")
+    missing = text_files(args.texts, "")[1]
+    name, out, action = args.tokenizer or "", args.out or "", args.action or ""
+    trains = name.startswith(TRAIN)
+    found = broken(
+        (
+            action != "prepare",
+            f"{f'data {brief(action)}'.strip()}: the only action is prepare; type mpipar data prepare TEXT...",
+        ),
+        (not args.texts, "no text files: name files in UTF-8, or folders of them"),
+        (
+            trains and not (NEW.fullmatch(name) and LEAST_NEW <= int(name[6:]) <= MOST_NEW),
+            f"--tokenizer {brief(name)}: a new tokenizer has {LEAST_NEW} to {MOST_NEW:,} ids",
+        ),
+        (
+            name and not trains and name != BYTES and not os.path.exists(name),
+            (
+                f"--tokenizer {brief(name)}: no such file or folder; use {BYTES}, a tokenizer.json,"
+                f" a folder with it, or {TRAIN}4096"
+            ),
+        ),
+        (not name, f"--tokenizer: is missing; use {BYTES}, a file or folder, or {TRAIN}4096"),
+        (not out or "\0" in out, "--out: is missing; name a new folder"),
+        (
+            os.path.lexists(out.replace("\0", "")),
+            f"--out {brief(out)}: exists; prepare never overwrites: name a new one",
+        ),
+        (
+            args.separator == "",
+            "--separator '': is empty; name the text that separates two documents",
+        ),
+    )
     return [error(texts) for error, texts in ((UsageError, found), (DataError, missing)) if texts]
 
 
@@ -119,20 +115,16 @@ def tell(line, work: str, done: int, total: int) -> None:
 
 def show(dataset, tokenizer, size: int, out: Path) -> None:
     """Print what was written. size: bytes of the text."""
-    rows = [("part", "documents", "tokens")]
-    for part in PARTS:
-        (file,) = dataset.part(part)
-        rows.append((part, f"{file.documents:,}", f"{file.tokens:,}"))
-    tokens = sum(file.tokens for file in dataset.files)
-    print(table(rows, left=1))
+    parts = [(part, file) for part in PARTS for file in dataset.part(part)]
+    rows = [(part, f"{file.documents:,}", f"{file.tokens:,}") for part, file in parts]
+    print(table([("part", "documents", "tokens"), *rows]))
+    tokens = sum(file.tokens for _, file in parts)
     kind = "bytes" if tokenizer.is_bytes else "tokenizer"
-    print(
-        printable(
-            f"{kind}: {dataset.vocab_size:,} ids in {dataset.dtype}, {shown(tokenizer.end)}"
-            f" ends a text; {size / tokens:.2f} bytes of text per token"
-        )
+    words = (
+        f"{kind}: {dataset.vocab_size:,} ids in {dataset.dtype}, {shown(tokenizer.end)}"
+        f" ends a text; {size / tokens:.2f} bytes of text per token"
     )
-    print(printable(f"train on it: mpipar train --data {out}"))
+    print(printable(f"{words}\ntrain on it: mpipar train --data {out}"))
 
 
 COMMAND = Command(

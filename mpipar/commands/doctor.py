@@ -12,7 +12,7 @@ from importlib import import_module
 from mpipar.comm.facts import gather_facts
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import switch
-from mpipar.errors import EXIT_OK
+from mpipar.errors import EXIT_OK, broken
 from mpipar.job import blas, consistency, gpus, limits, mpi, self_test
 from mpipar.job.consistency import ranges
 from mpipar.job.one_rank import OneRank
@@ -62,15 +62,17 @@ def tested(world, deep: bool) -> dict:
 
 def self_test_text(facts: list[dict]) -> str:
     """Return what the self-test of the MPI library has found."""
-    wrong = list(dict.fromkeys(words for fact in facts for words in fact["wrong"]))
+    wrong, long = (
+        list(dict.fromkeys(words for fact in facts for words in fact[key] or ()))
+        for key in ("wrong", "long")
+    )
     text = f"{', '.join(wrong)} wrong" if wrong else "all results right"
     if wrong == [self_test.UNUSED]:
         text += ", which mpipar does not use; its own reductions are right"
     text += f"; took {max(fact['tested_ms'] for fact in facts):.2g} ms"
     if facts[0]["long"] is None:
         return f"{text}; --deep also tests messages beyond 2^31 bytes"
-    found = list(dict.fromkeys(words for fact in facts for words in fact["long"]))
-    return f"{text}; {', '.join(found) or 'messages beyond 2^31 bytes arrive'}"
+    return f"{text}; {', '.join(long) or 'messages beyond 2^31 bytes arrive'}"
 
 
 def rank_facts(world_rank: int, host_rank: int) -> dict:
@@ -152,12 +154,11 @@ def rank_table(facts: list[dict]) -> list[str]:
     """Return one line per rank: host, cores, BLAS threads, device."""
     from mpipar.console.tables import table  # late: it loads NumPy
 
-    rows = [("rank", "host", "cores", "threads", "device")]
-    rows += [
+    rows = [
         (fact["world_rank"], fact["host"], ranges(fact["cores"]), fact["threads"], fact["device"])
         for fact in facts
     ]
-    return table(rows, left=len(rows[0])).splitlines()
+    return table([("rank", "host", "cores", "threads", "device"), *rows], left=5).splitlines()
 
 
 def remarks(facts: list[dict]) -> list[str]:
@@ -165,40 +166,46 @@ def remarks(facts: list[dict]) -> list[str]:
     found = []
     for host in sorted({fact["host"] for fact in facts}):
         here = [fact for fact in facts if fact["host"] == host]
-        cores = set().union(*(fact["cores"] for fact in here))
+        ranks, cores = len(here), len(set().union(*(fact["cores"] for fact in here)))
         threads = sum(fact["threads"] for fact in here)
-        if len(here) > len(cores):
-            found.append(
-                f"{host}: {len(here)} ranks share {len(cores)} core(s): times measured "
-                "here say little about a machine with a core for each rank"
-            )
-        elif threads > len(cores):
-            found.append(
-                f"{host}: {threads} BLAS threads on {len(cores)} core(s): set "
-                f"OPENBLAS_NUM_THREADS={max(1, len(cores) // len(here))}"
-            )
         quota = here[0].get("quota") or math.inf
-        if threads > quota:
-            found.append(
-                f"{host}: a control group (a container's limit) allows the time of {quota:g} cores,"
-                f" but there are {threads} BLAS threads: start fewer ranks, or set"
-                f" OPENBLAS_NUM_THREADS={max(1, int(quota) // len(here))}"
-            )
+        found += broken(
+            (
+                ranks > cores,
+                (
+                    f"{host}: {ranks} ranks share {cores} core(s): times measured here say little"
+                    " about a machine with a core for each rank"
+                ),
+            ),
+            (
+                ranks <= cores < threads,
+                (
+                    f"{host}: {threads} BLAS threads on {cores} core(s): set"
+                    f" OPENBLAS_NUM_THREADS={max(1, cores // ranks)}"
+                ),
+            ),
+            (
+                threads > quota,
+                (
+                    f"{host}: a control group (a container's limit) allows the time of {quota:g}"
+                    f" cores, but there are {threads} BLAS threads: start fewer ranks, or set"
+                    f" OPENBLAS_NUM_THREADS={max(1, int(min(quota, threads)) // ranks)}"
+                ),
+            ),
+        )
     found += gpus.remarks(fact | {"rank": fact["world_rank"]} for fact in facts)
     return ["", *found] if found else []
 
 
 def launch_remarks(library: str, cores: int, user: int) -> list[str]:
     """Return what Open MPI's mpiexec needs here, which says so only in many lines."""
-    if not library.startswith("Open MPI"):
-        return []
     many = "--oversubscribe" if library.startswith("Open MPI v4") else "--map-by :OVERSUBSCRIBE"
     root = " as root it also needs --allow-run-as-root;" if user == 0 else ""
     words = (
         f"Open MPI's mpiexec refuses more ranks than cores ({cores}) without {many};{root}"
         " see docs/how-to/mpi.md"
     )
-    return ["", words]
+    return ["", words] if library.startswith("Open MPI") else []
 
 
 COMMAND = Command(run, usage="[--deep]", arguments=DoctorArguments, needs_mpi=True)

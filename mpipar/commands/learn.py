@@ -28,20 +28,22 @@ def run(context: Context) -> int:
     session, name = context.session, context.args.topic
     # What ranks compare once MPI starts. Until then each process reports its own errors.
     facts, session.facts = session.facts, {}
+    size = session.launcher.size
     if name is None:
         if session.launcher.rank == 0:
-            print("\n".join(listing()))
+            for known, one in EXAMPLES.items():
+                print(f"{known:<11} {one.title} (tour {one.chapter})")
+            print("\nmpiexec -n 2 mpipar learn ffn shows the worked example ffn.")
         return EXIT_OK
     if name not in EXAMPLES:
         raise UsageError(
             f"{shown(name)}: no such example{suggestion(name, list(EXAMPLES))}; use one of"
             f" {', '.join(EXAMPLES)}"
         )
-    one, size = EXAMPLES[name], session.launcher.size
-    if size not in one.ranks:
+    if size not in (legal := EXAMPLES[name].ranks):
         raise UsageError(
-            f"{name} needs {' or '.join(map(str, one.ranks))} ranks, but {size}"
-            f" {'was' if size == 1 else 'were'} started: type mpiexec -n {one.ranks[0]} mpipar"
+            f"{name} needs {' or '.join(map(str, legal))} ranks, but {size}"
+            f" {'was' if size == 1 else 'were'} started: type mpiexec -n {legal[0]} mpipar"
             f" learn {name}"
         )
     session.facts = facts | {"example": name}
@@ -49,12 +51,6 @@ def run(context: Context) -> int:
     if lines:
         print("\n".join(lines))
     return EXIT_OK if off <= TOLERANCE else EXIT_CHECK_FAILED
-
-
-def listing() -> list[str]:
-    """Return a line for each example, with its chapter of the tour."""
-    lines = [f"{name:<11} {one.title} (tour {one.chapter})" for name, one in EXAMPLES.items()]
-    return [*lines, "", "mpiexec -n 2 mpipar learn ffn shows the worked example ffn."]
 
 
 COMMAND = Command(

@@ -1,6 +1,7 @@
 """`mpipar plan MODEL --machine NAME --ranks N`: which layout, why, and how certain; no MPI."""
 
 import json
+import math
 import os
 import shlex
 from dataclasses import MISSING, dataclass, replace
@@ -8,13 +9,20 @@ from dataclasses import MISSING, dataclass, replace
 from mpipar.checkpoint.formats import model_settings
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.commands.command import Command, Context
-from mpipar.config.layout import divisors
 from mpipar.config.presets import PRESETS
 from mpipar.config.reading import expand_layout, read
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import FIELDS, build
 from mpipar.config.setting import positional, setting, switch
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, DataError, UsageError, UserError, suggestion
+from mpipar.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_OK,
+    DataError,
+    UsageError,
+    UserError,
+    broken,
+    suggestion,
+)
 from mpipar.files.text import brief
 from mpipar.plan.job import STACKS, Shape
 from mpipar.plan.machine import load_machine, machine_names
@@ -94,30 +102,10 @@ def run(context: Context) -> int:
 def problems(args: Arguments) -> list[UserError]:
     """Return what is wrong between the arguments, or with the model and machine they name."""
     found, errors = [], []
-    try:
-        question_of(args, job_of(args.model))
-    except UserError as error:
-        errors.append(error)
     fixed = fixed_parts(args, found)
-    found += fixed_problems(args, fixed)
-    return [UsageError(found), *errors] if found else errors
-
-
-def fixed_parts(args: Arguments, found: list[str]) -> dict[str, object]:
-    """Return the fixed parts of the layout; problems of --layout are added to `found`."""
-    names = ("layout", "schedule", "recompute", "zero")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return expand_layout(given, found, LAYOUT)
-
-
-def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
-    """Return what is wrong with the fixed parts of a layout."""
-    found, product = [], 1
-    for name in LAYOUT:
-        if fixed.get(name, 1) < 1:
-            found.append(f"--layout {name}={fixed[name]}: must be at least 1")
-        elif name in AXES:
-            product *= fixed.get(name, 1)
+    axes = {name: fixed.get(name, 1) for name in LAYOUT}
+    product = math.prod(axes[name] for name in AXES)
+    found += [f"--layout {name}={n}: must be at least 1" for name, n in axes.items() if n < 1]
     if fixed.get("pp") == 1 and "schedule" in fixed:
         found.append(
             f"--schedule {fixed['schedule']}: orders the passes of several stages, but pp is 1;"
@@ -128,57 +116,79 @@ def fixed_problems(args: Arguments, fixed: dict) -> list[str]:
             f"--ranks {args.ranks}: is not a multiple of {product}, the ranks of the given"
             f" axes; use {-(-args.ranks // product) * product}, or leave an axis out"
         )
-    return found
+    try:
+        question_of(args, job_of(args.model))
+    except UserError as error:
+        errors.append(error)
+    return [UsageError(found), *errors] if found else errors
+
+
+def fixed_parts(args: Arguments, found: list[str]) -> dict:
+    """Return the fixed parts of the layout; problems of --layout are added to `found`."""
+    names = ("layout", "schedule", "recompute", "zero")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return expand_layout(given, found, LAYOUT)
 
 
 def question_of(args: Arguments, job: Job) -> Question:
     """Return what the flags ask about a model. Raises UsageError and DataError."""
-    model = job.config.model
-    if args.seq_len is not None:
-        longest = model.completed().longest_row
-        if job.flags.startswith("--init-from") and args.seq_len > longest:
-            raise UsageError(
-                f"--seq-len {args.seq_len}: the weights are made for sequences of at most"
-                f" {longest} tokens; use that, or leave it out"
-            )
-        model = replace(model, seq_len=args.seq_len)
-    machine = load_machine(args.machine, args.ranks)
+    model, fixed = job.config.model, fixed_parts(args, [])
+    machine, stack = load_machine(args.machine, args.ranks), STACKS[args.stack]
     dtype = args.dtype or machine.dtype
-    if dtype not in machine.peak_tflops:
-        known = ", ".join(one for one in FORMATS if one in machine.peak_tflops)
-        raise UsageError(f"--dtype {dtype}: {machine.name} has no rate for it; use one of {known}")
     preset = PRESETS[job.config.run.preset]["batch_size"]
     batch = args.batch_size or job.config.train.batch_size or preset
-    fixed, stack = fixed_parts(args, []), STACKS[args.stack]
-    for name in LAYOUT:
-        if fixed.get(name, 1) > 1 and name not in stack.axes:
-            raise UsageError(
-                f"--layout {name}={fixed[name]}: --stack {args.stack} cuts a job along"
-                f" {', '.join(stack.axes)} only; leave {name} out"
-            )
-    if fixed.get("zero", 0) not in stack.zeros:
-        raise UsageError(
-            f"--zero {fixed['zero']}: --stack {args.stack} has"
-            f" {' and '.join(map(str, stack.zeros))} only"
-        )
-    dp, ep = (fixed.get(name, 1) for name in ("dp", "ep"))
-    if ep > 1 and not model.experts:
-        raise UsageError(
-            f"--layout ep={ep}: MODEL {brief(args.model)} has no experts; leave ep out"
-        )
-    if ep > 1 and model.experts % ep:
-        choices = ", ".join(map(str, divisors(model.experts)))
-        raise UsageError(
-            f"--layout ep={ep}: does not divide the {model.experts} experts; use one of {choices}"
-        )
-    if dp > 0 and batch % dp:
-        near = [one for one in (batch // dp * dp, -(-batch // dp) * dp) if one]
-        raise UsageError(
-            f"--batch-size {batch}: is not a multiple of dp={dp}; use {' or '.join(map(str, near))}"
-        )
+    dp, ep = max(1, fixed.get("dp", 1)), max(1, fixed.get("ep", 1))
+    longest, tokens = model.completed().longest_row, args.seq_len or model.seq_len
+    near = [one for one in (batch // dp * dp, -(-batch // dp) * dp) if one]
+    known = ", ".join(one for one in FORMATS if one in machine.peak_tflops)
+    uncut = [one for one in LAYOUT if fixed.get(one, 1) > 1 and one not in stack.axes]
+    wrong = broken(
+        (
+            uncut,
+            (
+                f"--layout {','.join(f'{one}={fixed[one]}' for one in uncut)}: --stack"
+                f" {args.stack} cuts a job along {', '.join(stack.axes)} only; leave it out"
+            ),
+        ),
+        (
+            fixed.get("zero", 0) not in stack.zeros,
+            (
+                f"--zero {fixed.get('zero')}: --stack {args.stack} has"
+                f" {' and '.join(map(str, stack.zeros))} only"
+            ),
+        ),
+        (
+            job.flags.startswith("--init-from") and tokens > longest,
+            (
+                f"--seq-len {tokens}: the weights are made for sequences of at most {longest}"
+                " tokens; use that, or leave it out"
+            ),
+        ),
+        (
+            dtype not in machine.peak_tflops,
+            f"--dtype {dtype}: {machine.name} has no rate for it; use one of {known}",
+        ),
+        (
+            ep > 1 and not model.experts,
+            f"--layout ep={ep}: MODEL {brief(args.model)} has no experts; leave ep out",
+        ),
+        (
+            model.experts and model.experts % ep,
+            f"--layout ep={ep}: does not divide the {model.experts} experts",
+        ),
+        (
+            batch % dp,
+            (
+                f"--batch-size {batch}: is not a multiple of dp={dp}; use"
+                f" {' or '.join(map(str, near))}"
+            ),
+        ),
+    )
+    if wrong:
+        raise UsageError(wrong)
     gib = args.memory_limit / GIB if args.memory_limit else machine.memory_gib
     return Question(
-        Shape.of(model.completed()),
+        Shape.of(replace(model, seq_len=tokens).completed()),
         machine.with_dtype(dtype),
         args.ranks,
         gib * (1 - FREE / 100),

@@ -103,13 +103,12 @@ def print_findings(analysis: Analysis) -> None:
     for finding in analysis.findings:
         text = f"- {finding.kind} (about {finding.lost_ms:.1f} ms per step): {finding.text}"
         print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
-    print("\nwhere the time went, ms per step:")
-    rows = [("rank", "place", *CATEGORIES)]
-    rows += [
+    rows = [
         (one["rank"], one["place"], *(f"{ms:.1f}" for ms in one["ms"]))
         for one in rank_rows(analysis)
     ]
-    print(table(rows, left=2))
+    print("\nwhere the time went, ms per step:")
+    print(table([("rank", "place", *CATEGORIES), *rows], left=2))
 
 
 def print_waits(analysis: Analysis) -> None:
@@ -117,9 +116,7 @@ def print_waits(analysis: Analysis) -> None:
 
     Times are per step and summed over ranks.
     """
-    print("\nwhat others waited for, ms per step (waiting summed over ranks):")
-    rows = [("cause", "ms", "share", "waiting", "at")]
-    rows += [
+    causes = [
         (
             one["text"],
             f"{one['ms']:.2f}",
@@ -130,10 +127,7 @@ def print_waits(analysis: Analysis) -> None:
         for one in cause_rows(analysis, MOST)
         if one["share"] >= 0.005
     ]
-    print(table(rows) if analysis.costs else "no rank waited")
-    print("\nby barrier, ms per step (summed over ranks), and how often a rank was last:")
-    rows = [("barrier", "calls", "payload", "wait", "transfer", "last", "source")]
-    rows += [
+    calls = [
         (
             f"{one['axis']} {one['name']}",
             f"{one['calls']:.4g}",
@@ -146,7 +140,12 @@ def print_waits(analysis: Analysis) -> None:
         for one in barrier_rows(analysis)
         if one["wait_ms"] + one["transfer_ms"] >= 0.005
     ]
-    print(table(rows))
+    print("\nwhat others waited for, ms per step (waiting summed over ranks):")
+    waited = table([("cause", "ms", "share", "waiting", "at"), *causes])
+    print(waited if analysis.costs else "no rank waited")
+    print("\nby barrier, ms per step (summed over ranks), and how often a rank was last:")
+    head = ("barrier", "calls", "payload", "wait", "transfer", "last", "source")
+    print(table([head, *calls]))
 
 
 COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments, problems=problems)

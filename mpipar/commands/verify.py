@@ -37,34 +37,32 @@ def run(context: Context) -> int:
     found = verify.compare_with_one_rank(
         inputs.config, inputs.train_part, world, host_rank=session.host_rank
     )
-    bad = [d for d in found if not d.ok]
+    bad = sum(not one.ok for one in found)
     if world.rank == 0:
-        for note in inputs.notes:
-            print(note)
         asked = parsed.config.run.dtype
         if asked != "float64" and "dtype" in parsed.given:
-            print(
+            inputs.notes.append(
                 f"in float64 in place of {asked}: this proves the layout for any dtype;"
                 " rounding would hide its mistakes"
             )
+        print("\n".join(inputs.notes))
         print(
             f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
             f" {counted(grid.num_microbatches, 'microbatch')},"
             " against one rank and one microbatch; float64\n"
         )
         print(
-            f"{len(found) - len(bad)} of {len(found)} agree to {verify.TOLERANCE:g} of their"
-            f" largest entry{'' if not bad else '; ' + str(len(bad)) + ' DIFFER'}\n"
+            f"{len(found) - bad} of {len(found)} agree to {verify.TOLERANCE:g} of their"
+            f" largest entry{f'; {bad} DIFFER' if bad else ''}\n"
         )
-        worst = sorted(found, key=lambda d: (d.ok, -d.error))
-        shown = found if context.args.all else worst[:WORST]
-        rows = [("tensor", "of the step", "largest difference", "at", "")]
-        rows += [
-            (d.name, d.kind, f"{d.error:.1e}", d.where, "ok" if d.ok else "DIFFERS") for d in shown
+        worst = sorted(found, key=lambda one: (one.ok, -one.error))[:WORST]
+        rows = [
+            (one.name, one.kind, f"{one.error:.1e}", one.where, "ok" if one.ok else "DIFFERS")
+            for one in (found if context.args.all else worst)
         ]
-        print(table(rows, left=2))
-        if len(shown) < len(found):
-            print(f"the worst {len(shown)} of {len(found)}; --all shows all")
+        print(table([("tensor", "of the step", "largest difference", "at", ""), *rows], left=2))
+        if len(rows) < len(found):
+            print(f"the worst {len(rows)} of {len(found)}; --all shows all")
     # Only world rank 0 knows the result; the highest exit code becomes that of all ranks.
     return EXIT_CHECK_FAILED if bad else EXIT_OK
 
@@ -72,17 +70,9 @@ def run(context: Context) -> int:
 def exact(parsed):
     """Return the configuration with float64 and SGD, whatever flags or preset say."""
     config = parsed.config
-    config = replace(
-        config,
-        run=replace(
-            config.run,
-            dtype="float64",
-            loss_scale=None,
-            gemm="blas",
-        ),
-        train=replace(config.train, optimizer="sgd"),
-    )
-    return replace(parsed, config=config)
+    run = replace(config.run, dtype="float64", loss_scale=None, gemm="blas")
+    train = replace(config.train, optimizer="sgd")
+    return replace(parsed, config=replace(config, run=run, train=train))
 
 
 COMMAND = Command(
