@@ -261,7 +261,7 @@ def test_what_a_killed_preparation_left_is_removed(here):
 
 
 @pytest.mark.parametrize(("words", "parts"), [
-    ("", ["data: the only action is", "no text files", "--tokenizer: is", "--out: is missing"]),
+    ("", ["data : the only action is", "no text files", "--tokenizer: is", "--out: is missing"]),
     ("prepare stories.txt --tokenizer train:257 --out stories.txt",
      ["train:257: a new tokenizer has 258 to 1,048,576", "--out stories.txt: exists"]),
     ("prepare stories.txt --tokenizer train:1e4 --out out --seprator x",

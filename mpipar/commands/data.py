@@ -55,7 +55,7 @@ def problems(args: Arguments) -> list[UserError]:
     found = broken(
         (
             action != "prepare",
-            f"{f'data {brief(action)}'.strip()}: the only action is prepare; type mpipar data prepare TEXT...",
+            f"data {brief(action)}: the only action is prepare; type mpipar data prepare TEXT...",
         ),
         (not args.texts, "no text files: name files in UTF-8, or folders of them"),
         (
