@@ -216,7 +216,7 @@ def test_a_run_at_a_terminal(here):
     """The screen holds what log.txt holds, but for the lines of steps; of these only the last."""
     text = in_terminal([*PROGRAM, "train", *WORDS, "--out", "run"], here, columns=60)
     log = (here / "run" / "log.txt").read_text().splitlines()
-    steps = [line for line in log if re.match(r"step +\d+/60 \|", line)]
+    steps = [line for line in log if re.match(r"step +\d+/60 loss", line)]
     assert len(steps) == 7
     assert [line.rstrip() for line in screen(text) if line.strip()][:200] == [
         line for line in log if line and line not in steps[:-1]

@@ -62,6 +62,10 @@ class Metrics:
         self.steps, self.numbers = [], []
         return objects
 
+    def newest(self) -> dict:
+        """Return the object of the step that was added last, from this rank's numbers alone."""
+        return self._object(self.steps[-1], np.array(self.numbers[-1:]))
+
     def _object(self, result, numbers: np.ndarray) -> dict:
         """Return one line. numbers: (ranks, axes * 3 + 1). The slowest rank sets the step time."""
         seconds = float(numbers[:, -1].max())

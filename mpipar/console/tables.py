@@ -146,19 +146,20 @@ def measured_memory(facts: list[dict]) -> str:
 
 
 def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
-    """Return the line of a log interval, with fields in a fixed order.
+    """Return the line of a step, in 80 columns, with fields in a fixed order.
 
     seconds_per_step sets the speed.
     """
     per_second = line["tokens_per_second"] * line["step_seconds"] / seconds_per_step
-    norm = "overflow" if line.get("skipped") else f"{line['grad_norm']:.3f}"
-    scale = f" | scale {line['loss_scale']:g}" if "loss_scale" in line else ""
+    norm = "inf" if line.get("skipped") else f"{line['grad_norm']:.3f}"
+    took = (
+        f"{seconds_per_step * 1e3:.0f} ms" if seconds_per_step < 10 else f"{seconds_per_step:.1f} s"
+    )
     return (
-        f"step {line['step']:>{len(str(steps))}}/{steps} | loss {line['loss']:.4f}"
-        f" | gnorm {norm}{scale} | lr {line['lr']:.1e}"
-        f" | {seconds_per_step * 1e3:.0f} ms | {short_count(per_second)} tok/s"
-        f" | comm {line['comm_share_mean']:.0%} max {line['comm_share_max']:.0%}"
-        f" | eta {time_left(steps, line['step'], seconds_per_step)}"
+        f"step {line['step']:>{len(str(steps))}}/{steps} loss {line['loss']:.4f} norm {norm}"
+        f" {took} {short_count(per_second)} tok/s"
+        f" comm {line['comm_share_mean']:.0%}"
+        f" eta {time_left(steps, line['step'], seconds_per_step)}"
     )
 
 
@@ -170,7 +171,7 @@ def status(result, tokens_per_second: float) -> str:
 def time_left(steps: int, step: int, seconds_per_step: float) -> str:
     """Return minutes and seconds until the last step is done, without evaluations and saves."""
     left = round((steps - step) * seconds_per_step)
-    return f"{left // 60}:{left % 60:02d}"
+    return f"{left // 60}:{left % 60:02d}" if left < 6000 else f"{left / 3600:.1f} h"
 
 
 def skipped_steps(lines: list[dict]) -> list[str]:

@@ -19,7 +19,7 @@ from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
 from mpipar.console.output import GrowingFile, Log
-from mpipar.console.progress import watched
+from mpipar.console.progress import SECONDS, watched
 from mpipar.console.tensorboard import Events, tensorboard_problems
 from mpipar.data import rows
 from mpipar.errors import (
@@ -250,6 +250,7 @@ class Run:
         """
         session, worker, steps = self.session, self.worker, self.config.train.steps
         start, self.stopped, self.last = perf_counter(), False, self.first - 1
+        self.shown = start
         self.durations: list[float] = []
         with self.log.steps(self.first - 1, steps):
             for step in range(self.first, steps + 1):
@@ -301,10 +302,14 @@ class Run:
         if not self.memory.after_step(stops):  # a step whose memory is watched takes longer
             self.durations = [*self.durations[-50:], result.step_seconds]
         seconds = median(self.durations or [result.step_seconds])
+        line, now = None, perf_counter()
         if step % run.log_interval == 0 or step == self.first or stops:
-            lines = self.flush()
-            if lines:
-                self.log.step(console.step_line(steps, lines[-1], seconds), stops)
+            line = (self.flush() or [None])[-1]
+        elif self.log.speaks and now - self.shown >= SECONDS:
+            line = self.metrics.newest()  # without asking the other ranks for theirs
+        if line:
+            self.log.step(console.step_line(steps, line, seconds), stops)
+            self.shown = now
         self.log.status(console.status(result, self.worker.num_tokens / seconds))
 
     def check_replicas(self, step, now) -> None:
