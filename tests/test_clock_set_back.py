@@ -47,7 +47,6 @@ def test_only_what_is_shown_reads_the_time_of_day():
         if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())
     }
     assert found == {
-        "commands/ckpt.py",
         "run/report.py",
         "console/tensorboard.py",
         "files/digests.py",
