@@ -188,8 +188,13 @@ def command_problem(command):
         return None if here else f"no {words[1]}"
     if program == "python" and words[2] != "pytest":
         sources = sources_of(words[2])
+        shared = [REPOSITORY / "bench" / name for name in ("program.py", "training.py")]
         given = {word.partition("=")[0] for word in words[3:] if word.startswith("--")}
-        known = {flag for file in sources for flag in re.findall(r"--[\w-]+", file.read_text())}
+        known = {
+            flag
+            for file in [*sources, *shared]
+            for flag in re.findall(r"--[\w-]+", file.read_text())
+        }
         return f"no {words[2]}" if not sources else f"no {given}" if given - known else None
     if program not in (
         "pip",
