@@ -65,4 +65,5 @@ def told(**changes):
         "environment": [("command", "mpipar train")],
         "ranks": [rank],
         "traced": False,
+        "barriers": "",
     } | changes

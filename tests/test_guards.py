@@ -147,8 +147,8 @@ def one_clock(monkeypatch):
 
 def traced_run(folder, trace, steps=3):
     """Three steps of one rank with a trace; returns the Tracer."""
-    worker = fresh(trace=trace)
-    tracer = Tracer(worker, None, folder)
+    worker = fresh()
+    tracer = Tracer(worker, None, folder, trace)
     for step in range(1, steps + 1):
         with tracer.step(step):
             worker.recorder.step = step
@@ -172,7 +172,7 @@ def test_a_trace_that_cannot_be_written_is_removed_and_said(
         raise error
 
     monkeypatch.setattr(trace_file, function, write)
-    tracer = traced_run(tmp_path, "2:3")
+    tracer = traced_run(tmp_path, (2, 3))
     assert not tracer.written
     assert tracer.worker.recorder.capacity is not None, "the recorder keeps no more for ever"
     assert list(tmp_path.iterdir()) == []
@@ -183,9 +183,9 @@ def test_a_trace_that_cannot_be_written_is_removed_and_said(
 
 
 def test_a_run_folder_that_is_gone_costs_the_trace_alone(tmp_path, capsys, one_clock):
-    assert not traced_run(tmp_path / "gone", "2").written
+    assert not traced_run(tmp_path / "gone", (2, 2)).written
     assert "No such file or directory" in capsys.readouterr().err
-    assert traced_run(tmp_path, "2:9").written, "the run stopped inside the traced steps"
+    assert traced_run(tmp_path, (2, 9)).written, "the run stopped inside the traced steps"
 
 
 def test_a_trace_that_cannot_be_written_does_not_hide_the_error(
@@ -195,14 +195,14 @@ def test_a_trace_that_cannot_be_written_does_not_hide_the_error(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(trace_file, "write_rank", write)
-    tracer = Tracer(fresh(trace="1"), None, tmp_path)
+    tracer = Tracer(fresh(), None, tmp_path, (1, 1))
     with pytest.raises(ZeroDivisionError), tracer.step(1):
         raise ZeroDivisionError
     assert "cannot write the trace: [Errno 28]" in capsys.readouterr().err
 
 
 def test_a_cut_file_of_a_rank_is_refused(tmp_path, one_clock):
-    assert traced_run(tmp_path, "2").written
+    assert traced_run(tmp_path, (2, 2)).written
     path = tmp_path / trace_file.rank_name(0)
     head = path.read_text().splitlines()[0].replace('"lines": 0', '"lines": 7')
     path.write_text(head + "\n")

@@ -31,13 +31,13 @@ def test_what_the_page_shows(tmp_path):
     found = {name: value for name, value, _ in data["summary"]}
     assert found["held-out loss"] == f"{6 / 40**0.5:.4f}"
     assert found["trained on"] == "40.96k"  # 40 steps of 16 rows of 64 tokens
-    assert (found["speed"], found["communication"]) == ("4.12k", "25%")
+    assert (found["speed"], found["time in barriers"]) == ("4.12k", "25%")
     assert [one["title"] for one in data["curves"]] == [
         "Loss",
         "Learning rate",
         "Gradient norm",
         "Speed",
-        "Communication",
+        "Time in barriers",
     ]
     training, held_out = data["curves"][0]["series"]
     assert len(training["points"]) == 40

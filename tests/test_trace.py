@@ -4,12 +4,12 @@ import itertools
 import json
 import re
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from fault_table import fault
 from helpers import find_launcher
-from in_process import assert_refused, printed
+from in_process import alone, assert_refused, printed
+from program import mpipar
 from test_trace_html import data_of
 from test_trace_perfetto import check_arrows, check_slices
 from trace_cases import blocking, span
@@ -17,6 +17,7 @@ from trace_cases import trace as made
 from trace_cases import waits_and_segments as analyse
 from traced_runs import PASSES, SMALL
 
+from mpipar.config.run import traced_steps
 from mpipar.errors import DataError
 from mpipar.run.report import trace_data
 from mpipar.trace import pop, trace_file, waits
@@ -50,8 +51,7 @@ def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
 
 def test_the_run_says_which_steps_were_traced(delayed):
     assert "the trace of steps 2 to 6 is in" in (delayed[1] / "log.txt").read_text()
-    run = SimpleNamespace(config=SimpleNamespace(run=SimpleNamespace(trace="3:99999")))
-    stopped = Tracer(run, None, None)
+    stopped = Tracer(None, None, None, (3, 99999))
     stopped.steps = [(3, 0, 1), (4, 1, 2)]
     assert stopped.steps_text() == "steps 3 to 4"
     stopped.steps.pop()
@@ -279,3 +279,31 @@ def test_an_operation_that_never_ended_lasts_until_the_failure(delayed, tmp_path
     assert waited.posted_ns == waited.waited_ns < waited.done_ns == trace.ranks[1].end
     assert posted.posted_ns < posted.waited_ns == posted.done_ns == trace.ranks[1].end
     assert all(call.transfer_ns >= 0 for own in waits.find(trace).calls for call in own)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "last", "steps"),
+    [
+        (None, 1, 12, (10, 12)),
+        (None, 1, 11, None),
+        (None, 11, 300, None),
+        ("none", 1, 300, None),
+        ("3:4", 1, 5, (3, 4)),
+        ("3", 3, 5, (3, 3)),
+        ("3:4", 4, 5, None),
+    ],
+)
+def test_the_steps_of_a_trace(text, first, last, steps):
+    assert traced_steps(text, first, last) == steps
+
+
+def test_every_longer_run_ends_with_who_waited_where(tmp_path):
+    words = "--layers 1 --d-model 8 --heads 1 --seq-len 4 --steps 12 --sample-tokens 0".split()
+    words += "--eval-tokens 64 --tp 2 --heads 2".split()
+    done = mpipar("train", *words, "--out", tmp_path / "a", ranks=2)
+    assert done.returncode == 0, done.tail()
+    table = done.stdout.split("barriers of a traced step")[1]
+    assert re.search(r"^tp block\*\.ffn\.down +all_reduce .* \S+\.py:\d+$", table, re.MULTILINE)
+    assert [step for step, *_ in trace_file.read(tmp_path / "a").ranks[0].steps] == [10, 11, 12]
+    assert alone("train", *words[:-4], "--trace", "none", "--out", tmp_path / "b").returncode == 0
+    assert not (tmp_path / "b" / "trace").exists()

@@ -22,6 +22,7 @@ from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.record import COMPUTE, Recorder
+from mpipar.config.run import traced_steps
 from mpipar.errors import OutOfMemory
 from mpipar.partition.experts import DISPATCHES
 from mpipar.run.memory_limit import memory_limit
@@ -40,7 +41,8 @@ def median_step(config, world, folder: str) -> float:
     The first step is not counted. Comm: everything of those steps and of their trace.
     """
     trained, seconds = Trained(config, world, Recorder(1 << 16)), []
-    tracer = Tracer(trained.worker, world, Path(folder))
+    traced = traced_steps(config.run.trace or "none", 1, STEPS)
+    tracer = Tracer(trained.worker, world, Path(folder), traced)
     for step in range(1, STEPS + 1):
         with tracer.step(step):
             seconds.append(trained.step(step).step_seconds)

@@ -300,9 +300,7 @@ def played(player: Player, args) -> Steps:
     """Return the steps of a job that plays alone; the last ones are traced. Comm: the steps'."""
     steps = player.steps(args.steps)
     if args.trace is not None:
-        run = replace(player.config.run, trace=f"1:{TRACED}")
-        player.config = replace(player.config, run=run)
-        tracer = Tracer(player, player.world, Path(args.trace))
+        tracer = Tracer(player, player.world, Path(args.trace), (1, TRACED))
         player.steps(TRACED, around=tracer.step)
     return steps
 

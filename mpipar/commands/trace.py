@@ -6,12 +6,12 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
-from mpipar.console.tables import nbytes, table
+from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.files.text import counted, harmless
 from mpipar.study.schedules.bubble import bubble_table
 from mpipar.trace import html, perfetto, pop, trace_file
-from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_rows, cause_rows, rank_rows
+from mpipar.trace.analysis import CATEGORIES, Analysis, barrier_cells, cause_rows, rank_rows
 from mpipar.trace.timeline import median_step, timeline
 
 WIDTH = 100  # characters per line of text
@@ -127,25 +127,11 @@ def print_waits(analysis: Analysis) -> None:
         for one in cause_rows(analysis, MOST)
         if one["share"] >= 0.005
     ]
-    calls = [
-        (
-            f"{one['axis']} {one['name']}",
-            f"{one['calls']:.4g}",
-            nbytes(one["bytes"]),
-            f"{one['wait_ms']:.2f}",
-            f"{one['transfer_ms']:.2f}",
-            f"rank {one['last']} {one['times']}x" if one["times"] else "",
-            one["site"],
-        )
-        for one in barrier_rows(analysis)
-        if one["wait_ms"] + one["transfer_ms"] >= 0.005
-    ]
     print("\nwhat others waited for, ms per step (waiting summed over ranks):")
     waited = table([("cause", "ms", "share", "waiting", "at"), *causes])
     print(waited if analysis.costs else "no rank waited")
     print("\nby barrier, ms per step (summed over ranks), and how often a rank was last:")
-    head = ("barrier", "calls", "payload", "wait", "transfer", "last", "source")
-    print(table([head, *calls]))
+    print(table(barrier_cells(analysis), left=2))
 
 
 COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments, problems=problems)

@@ -313,8 +313,9 @@ RUN = (
     Rule(
         "steps of a trace",
         ("trace",),
-        lambda v: v.trace is not None and trace_steps(v.trace) is None,
-        "a trace has a first and a last step, counted from 1; use --trace 10:12, or --trace 10",
+        lambda v: v.trace not in (None, "none") and trace_steps(v.trace) is None,
+        "a trace has a first and a last step, counted from 1; use --trace 10:12, --trace 10, or"
+        " --trace none",
     ),
     Rule(
         "trace after the end",

@@ -107,8 +107,9 @@ class RunConfig:
     )
     trace: str | None = setting(
         None,
-        "write a full record of the steps FIRST:LAST to the run folder, for mpipar trace",
-        metavar="FIRST:LAST",
+        "write a full record of the steps FIRST:LAST to the run folder, for mpipar trace; none ="
+        " no record (default: 10:12 without the operations of layers, in a run that takes them)",
+        metavar="FIRST:LAST|none",
     )
     memory_limit: int | None = setting(
         None,
@@ -131,3 +132,12 @@ def trace_steps(text: str | None) -> tuple[int, int] | None:
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", text or "")
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     return (first, last) if 1 <= first <= last else None
+
+
+def traced_steps(text: str | None, first: int, last: int) -> tuple[int, int] | None:
+    """Return the steps of --trace that a run of the steps `first` to `last` records, or None.
+
+    Without the flag they are 10 to 12, by which times are steady.
+    """
+    chosen = (10, 12) if text is None else trace_steps(text)
+    return chosen if chosen and first <= chosen[0] and chosen[1] <= last else None

@@ -129,7 +129,7 @@ def curves(lines: list[dict], evaluations: list[dict]) -> list[dict]:
         ("Gradient norm", "before clipping", [("norm", "opt", _points(lines, "grad_norm"))]),
         ("Speed", "tokens per second", [("speed", "B", _points(lines, "tokens_per_second"))]),
         (
-            "Communication",
+            "Time in barriers",
             "share of a step, mean",
             [("share", "axis-tp", _points(lines, "comm_share_mean"))],
         ),

@@ -66,5 +66,5 @@ def crowded(hosts: list[str], cores: list[int]) -> str | None:
         for host, have in dict(zip(hosts, cores, strict=True)).items()
         if ranks[host] > have
     )
-    words = "a rank also waits for a core,\nso passes last longer and measured shares"
-    return f"{told}: {words} differ from simulated ones" if told else None
+    words = "expect ranks to wait for each other's core most\nof the time; with a core for each"
+    return f"{told}: {words} rank they do not" if told else None

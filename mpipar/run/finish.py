@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.config.run import TEMPERATURE
 from mpipar.console import tables as console
 from mpipar.console.memory import process_peak
-from mpipar.console.time_shares import crowded, share_facts, share_table
+from mpipar.console.time_shares import share_facts, share_table
 from mpipar.data.bigram import bigram_loss
 from mpipar.data.tokenizer import BYTE_VOCABULARY
 from mpipar.files.text import quoted
@@ -18,8 +16,8 @@ from mpipar.inference.sampling import Sampling
 from mpipar.study.schedules.bubble import bubble_rows, bubble_table, recorded_facts
 
 
-def report_step(world, worker, fact, memory, steps, log) -> None:
-    """Print a step's measured barriers, overlap and memory.
+def report_step(world, worker, fact, memory, steps, log) -> str:
+    """Print a step's measured overlap, shares and memory; return its barriers, on world rank 0.
 
     fact: what this rank reported before the run. memory: `PeakMemory` of the first steps. steps:
     number of steps.
@@ -42,12 +40,9 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
         "pp_rank": worker.grid.place("pp"),
         "spans": recorded_facts(worker.recorder),
         "shares": share_facts(worker.recorder),
-        "cores": len(os.sched_getaffinity(0)),
     }
     facts = gather_facts(world, fact)
     if facts:
-        log("\nbarriers of a step, by name (calls and bytes summed over ranks):")
-        log(console.barriers([fact["counters"] for fact in facts], steps))
         sums = f"gradient {'reduce-scatter' if worker.config.memory.zero else 'all-reduce'}"
         overlaps = [
             console.overlap(name, [fact[key] for fact in facts])
@@ -69,11 +64,10 @@ def report_step(world, worker, fact, memory, steps, log) -> None:
                 " simulated from the measured passes:"
             )
             log(bubble_table(shares))
-            note = crowded([fact["host"] for fact in facts], [fact["cores"] for fact in facts])
-            if note:
-                log(note)
         log("\nmemory per rank, peak of a step:")
         log(console.measured_memory(facts))
+        return console.barriers([fact["counters"] for fact in facts], steps)
+    return ""
 
 
 def compare_with_bigrams(inputs, loss: float, count: int, log) -> None:

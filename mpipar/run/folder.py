@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.config.reading import to_toml
-from mpipar.config.run import RUNS, named_folder
+from mpipar.config.run import RUNS, named_folder, traced_steps
 from mpipar.console import series
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.files import no_links
@@ -131,7 +131,7 @@ def resume_in(start, config, session, beside: Mapping[str, bytes]) -> Path:
             no_links.folder(folder, name)  # a link is refused now, not when it is first used
         if newest_step(folder) != start.newest:
             raise UsageError(f"{folder}: another job has just resumed in it; start again")
-        if config.run.trace:
+        if traced_steps(config.run.trace, start.step + 1, config.train.steps):
             set_aside(folder / "trace")
         no_links.remove_tree(folder, HANG)  # left by a job that was killed
         _write(config, beside, folder)

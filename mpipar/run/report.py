@@ -47,10 +47,10 @@ def environment(session, hosts: int) -> list[tuple[str, str]]:
 
 
 def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) -> None:
-    """Write both files; a failure is logged and does not stop the run.
+    """Write both files, and print the barriers; a failure is logged and does not stop the run.
 
     told: what no file in the folder has: `state`, `headline`, `environment`, `ranks` (facts of
-    each), `traced`. Called on world rank 0 only.
+    each), `traced`, and `barriers`, a table for a run without a trace. Called on world rank 0 only.
     """
     try:
         (lines, damaged), (evaluations, more) = (
@@ -66,6 +66,14 @@ def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) 
         if told["traced"]:
             traced, trace_words = trace_data(folder, log)
             page = traced | page
+        if cells := page.get("barriers"):
+            title = "barriers of a traced step, in ms over all ranks, and how often one was last:"
+            barriers = tables.table(cells, left=2)
+        else:
+            title = "barriers of a step, by name (calls and bytes summed over ranks):"
+            barriers = told["barriers"]
+        if barriers:
+            log(f"\n{title}\n{barriers}\n")
         replace_file(REPORT, [html.build(page).encode()], root=folder)
         log(f"{REPORT} shows the run{trace_words}; open it in a browser")
     except Exception as error:  # noqa: BLE001 - the run is worth more than its report
@@ -135,7 +143,7 @@ def summary(config: Config, lines, evaluations) -> list[list[str]]:
             ]
         )
         share = sum(one["comm_share_mean"] for one in lines) / len(lines)
-        found.append(["communication", f"{share:.0%}", "of the time, mean over ranks"])
+        found.append(["time in barriers", f"{share:.0%}", "of a step, mean over ranks"])
     return found
 
 

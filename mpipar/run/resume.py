@@ -280,10 +280,7 @@ def start_problems(start: Start, config) -> list[str]:
 
 
 def after(start: Start, inputs):
-    """Return the Inputs of a run that starts after `start`, with notes on what has changed.
-
-    A trace whose first step is already done is not written again.
-    """
+    """Return the Inputs of a run that starts after `start`, with notes on what has changed."""
     config, notes, saved = inputs.config, [*start.notes], values_of(start.config)
     chosen, was = trace_steps(config.run.trace), saved.get("steps", config.train.steps)
     if chosen and chosen[0] <= start.step:
@@ -291,7 +288,6 @@ def after(start: Start, inputs):
             f"--trace {config.run.trace}: the run resumes after step {start.step}, so"
             " nothing is traced"
         )
-        config = replace(config, run=replace(config.run, trace=None))
     if config.train.steps != was:
         notes.append(f"--steps {config.train.steps}, {was} before: {of_new_length(config.train)}")
     return replace(inputs, config=config, notes=[*notes, *inputs.notes])

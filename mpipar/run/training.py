@@ -15,12 +15,14 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.reading import to_toml
+from mpipar.config.run import trace_steps, traced_steps
 from mpipar.console import tables as console
 from mpipar.console.memory import PeakMemory
 from mpipar.console.metrics import Metrics
 from mpipar.console.output import GrowingFile, Log
 from mpipar.console.progress import SECONDS, watched
 from mpipar.console.tensorboard import Events, tensorboard_problems
+from mpipar.console.time_shares import crowded
 from mpipar.data import rows
 from mpipar.errors import (
     EXIT_OK,
@@ -91,6 +93,7 @@ class Run:
 
     def __init__(self, session):
         self.session, self.world, self.recorder = session, session.start(), Recorder()
+        self.barriers = ""  # of a step, as a table; the end of a run makes it
 
     def prepare(self, parsed, machine_path) -> bool:
         """Check all that can be checked, choose the layout, create the run folder.
@@ -168,7 +171,7 @@ class Run:
         # The ring has room for two whole steps, so that it still holds what led to a failure.
         self.recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
         self.fact = console.holding(config, schedule, predicted, host_name(os.environ))
-        facts = gather_facts(self.world, self.fact)
+        facts = gather_facts(self.world, self.fact | {"cores": len(os.sched_getaffinity(0))})
         if facts:
             self.told = {
                 "ranks": facts,
@@ -176,6 +179,8 @@ class Run:
                 "environment": report.environment(session, len(hosts)),
             }
             log(console.holdings(facts))
+            if note := crowded([one["host"] for one in facts], [one["cores"] for one in facts]):
+                log(f"\n{note}")
             log(f"\none step of {schedule.name}, one row per pipeline rank:")
             log(draw.grid(simulate(schedule, Costs())) + "\n")
 
@@ -188,14 +193,15 @@ class Run:
         self.memory = PeakMemory(ops)
         if config.train.steps:
             self.memory.start()
-        timed_ops = TimedOps(ops, recorder) if config.run.trace else None
+        timed_ops = TimedOps(ops, recorder) if trace_steps(config.run.trace) else None
         self.worker = Worker(config, self.grid, timed_ops or ops, recorder, self.world)
         if carriers := self.worker.comms.carriers:
             self.log(f"messages are carried by {' and '.join(carriers)}")
         self.replicas = Replicas(self.worker)
-        self.tracer = Tracer(self.worker, self.world, self.folder, timed_ops)
         self.rows = rows.Rows(ops, self.inputs.train_part, config, self.grid)
         self.first = self.restore() + 1
+        traced = traced_steps(config.run.trace, self.first, config.train.steps)
+        self.tracer = Tracer(self.worker, self.world, self.folder, traced, timed_ops)
         # Every rank has the same axes, even if it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.groups]
         metrics, evaluations = map(self.open_file, (METRICS, EVALUATIONS))
@@ -285,7 +291,7 @@ class Run:
         if self.replicas.count:
             self.log(self.replicas.summary())
         if not self.stopped and self.last >= self.first:
-            finish.report_step(
+            self.barriers = finish.report_step(
                 self.world, worker, self.fact, self.memory, self.last - self.first + 1, self.log
             )
 
@@ -449,8 +455,8 @@ class Run:
         With a long trace that takes long, so at a regular end the ranks have left MPI before.
         """
         if self.log.speaks:
-            told = self.told | {"state": state, "traced": self.tracer.written}
-            report.write(self.folder, self.config, told, self.log)
+            ended = {"state": state, "traced": self.tracer.written, "barriers": self.barriers}
+            report.write(self.folder, self.config, self.told | ended, self.log)
 
     def finish(self) -> int:
         """Show the results; return the exit code. Comm: forward passes, that of leave_mpi()."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from mpipar.comm.record import family
+from mpipar.console.tables import nbytes
 from mpipar.trace import findings, pop, segments, waits
 from mpipar.trace.causes import Cause, Causes, Cost
 from mpipar.trace.trace_file import Trace
@@ -142,4 +143,24 @@ def barrier_rows(analysis: Analysis) -> list[dict]:
                 "source": source.replace("mpipar/", ""),
             }
         )
+    return rows
+
+
+def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
+    """Return the table of barriers as text, head first, without those that took no time."""
+    rows = [("barrier", "operation", "calls", "payload", "wait", "transfer", "last", "source")]
+    rows += [
+        (
+            f"{one['axis']} {one['name']}",
+            one["operation"],
+            f"{one['calls']:.4g}",
+            nbytes(one["bytes"]),
+            f"{one['wait_ms']:.2f}",
+            f"{one['transfer_ms']:.2f}",
+            f"rank {one['last']} {one['times']}x" if one["times"] else "",
+            one["site"],
+        )
+        for one in barrier_rows(analysis)
+        if one["wait_ms"] + one["transfer_ms"] >= 0.005
+    ]
     return rows

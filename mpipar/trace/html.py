@@ -16,7 +16,7 @@ from mpipar.config.model import model_config
 from mpipar.console import html, output, series
 from mpipar.files.text import counted
 from mpipar.models.decoder import describe_model
-from mpipar.trace.analysis import Analysis
+from mpipar.trace.analysis import Analysis, barrier_cells
 
 MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has a few thousand
 LONGEST_CHAIN = 6  # steps of a chain of waits that a tooltip shows
@@ -55,6 +55,7 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
             {"kind": one.kind, "lost_ms": one.lost_ms, "text": one.text}
             for one in analysis.findings
         ],
+        "barriers": barrier_cells(analysis),
         "ranks": [trace.place(rank) for rank in trace.ranks],
         "timeline": slices,
         "curves": series.curves(trace.metrics, []),

@@ -12,7 +12,6 @@ from time import perf_counter_ns
 
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import AXES
-from mpipar.config.run import trace_steps
 from mpipar.job.streams import warn
 from mpipar.models.decoder import ENTRY
 from mpipar.trace import trace_file
@@ -31,16 +30,17 @@ def core_wait_ns() -> int:
 
 
 class Tracer:
-    """Traces steps FIRST to LAST of one rank, or none when config.run.trace is None.
+    """Traces some steps of one rank.
 
-    The loop runs every step inside `step` and calls `finish` at its end. timed_ops: the wrapper
-    that records each operation of a layer, or None.
+    The loop runs every step inside `step` and calls `finish` at its end. steps: the first and the
+    last one to trace, or None. timed_ops: the wrapper that records each operation of a layer, or
+    None.
     """
 
-    def __init__(self, worker, mpi_world, folder, timed_ops=None):
+    def __init__(self, worker, mpi_world, folder, steps: tuple[int, int] | None, timed_ops=None):
         self.worker, self.world, self.folder = worker, mpi_world, folder
         self.timed_ops = timed_ops
-        self.first, self.last = trace_steps(worker.config.run.trace) or (0, -1)
+        self.first, self.last = steps or (0, -1)
         self.steps: list[tuple[int, int, int]] = []
         self.capacity = None
         self.owners: list[int] = []

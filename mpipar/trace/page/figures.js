@@ -95,13 +95,15 @@ cards("summary", page.summary ?? []);
 curves();
 let timeline = null;
 find("traced").hidden = !page.timeline;
-if (!page.state) find("traced").after(find("run"));  // a page of only a trace begins with it
 if (page.timeline) {
   cards("cards", [["step", `${short(page.step_ms)} ms`, "mean of the traced steps"],
     ...page.efficiency.map(([name, value, words]) => [name, percent(value), words, value])]);
   findings();
   timeline = new Timeline(page.timeline, page.ranks);
   toolbar(timeline);
+  find("barriers").append(tableCard({ title: "Barriers of a step",
+    words: "ms, summed over ranks; last: the rank that came last, and how often",
+    head: page.barriers[0], rows: page.barriers.slice(1) }));
 }
 theme(() => timeline?.recolour());
 tables();

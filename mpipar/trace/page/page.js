@@ -39,21 +39,27 @@ function findings() {
   }
 }
 
-/** Tables of words: the layout with a head, and names with their values. */
-function tables() {
-  for (const { title, words, head, rows } of page.tables ?? []) {
-    const card = element("section", "", { class: head ? "card wide" : "card" });
-    const scroll = element("div", "", { class: "scroll" }), table = element("table");
-    card.append(element("h2", title), scroll);
-    if (words) card.firstChild.append(element("small", words, { class: "soft" }));
-    scroll.append(table);
-    if (head) fillTable(table, head.map((name, i) => [name, row => row[i]]), rows);
-    else for (const row of rows) {
-      const line = table.insertRow();
-      row.forEach((text, i) => line.append(element("td", text, { class: i ? "text" : "name" })));
-    }
-    find("tables").append(card);
+/** A table of words: with a head, or names with their values. */
+function tableCard({ title, words, head, rows }) {
+  const card = element("section", "", { class: head ? "card wide" : "card" });
+  const scroll = element("div", "", { class: "scroll" }), table = element("table");
+  card.append(element("h2", title), scroll);
+  if (words) card.firstChild.append(element("small", words, { class: "soft" }));
+  scroll.append(table);
+  if (head) fillTable(table, head.map((name, i) => [name, row => row[i]]), rows);
+  else for (const row of rows) {
+    const line = table.insertRow();
+    row.forEach((text, i) => line.append(element("td", text, { class: i ? "text" : "name" })));
   }
+  return card;
+}
+
+/** The layout stays open; what every run has alike is folded. */
+function tables() {
+  const settings = find("settings").lastElementChild;
+  for (const one of page.tables ?? [])
+    (one.head ? find("tables") : settings).append(tableCard(one));
+  find("settings").hidden = !page.tables;
   find("log").hidden = !page.log;
   find("log").querySelector("pre").textContent = page.log ?? "";
 }
