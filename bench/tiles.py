@@ -1,15 +1,12 @@
-"""Shows how the tile size determines the time of a kernel, on the CPU or on a GPU.
+"""Shows how the tile size determines the time of a kernel on the CPU.
 
     python -m bench.tiles [--json FILE]
     python -m bench.tiles --products [--json FILE]         # one product, from loops to BLAS
-    python -m bench.tiles --device cuda [--json FOLDER]    # four tables, gpu_*.json
-    python -m bench.tiles --device cuda --tables attention memory
 
-On the CPU each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention
-(numpy_ops.py) over a tile of queries. Small tiles drown in interpreter overhead, and large ones
-fall out of the cache. A large tile of queries also computes scores that the causal mask then
-discards. Before anything is timed, every tile's result is compared with the plain functions of
-array_ops.py.
+Each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention (numpy_ops.py)
+over a tile of queries. Small tiles drown in interpreter overhead, and large ones fall out of the
+cache. A large tile of queries also computes scores that the causal mask then discards. Before
+anything is timed, every tile's result is compared with the plain functions of array_ops.py.
 
 Columns: tile: elements, or queries; "all" is no tiling, "numba" is the compiled loop, if Numba is
 installed. tile_KiB: one array of that tile. over_best: time over that of the best tile. bytes_MiB:
@@ -22,18 +19,6 @@ matrices. Both peaks are measured in the same run.
 With --products two matrices of --size rows and columns are multiplied on one core: by plain loops,
 in tiles, in packed tiles, and by BLAS. Numba compiles the first three. percent_of_blas: speed over
 that of BLAS. flop_per_byte: see bench/kernels/products.py.
-
-On a GPU every product of the ladder (mpipar/ops/cuda) runs beside cuBLAS. The two highest rungs run
-with tiles from starved to full. Every kernel between the products runs beside a copy on the device.
-Each result, cuBLAS's too, is first compared with float64. Times are medians by CUDA events; the
-operands start outside the device's cache.
-
-Columns: tflop_per_s: 2 M N K / time. percent_of_cublas: cuBLAS's time for the same types over this
-time. percent_of_roof: percent of the device's published dense peak for the instruction used, or of
-its memory's, if bench/kernels/gpu.py knows it. host_us: the time that Python needs to queue the
-call. flop_per_byte: FLOPs of a block's step per byte of global memory. MB, gb_per_s: every large
-array that the kernel has to read or write, once. percent_of_copy: time of a copy of as many bytes
-over this time.
 """
 
 from __future__ import annotations
@@ -47,9 +32,7 @@ from functools import partial
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench.kernels import gpu_products
-from bench.kernels.gpu_memory import ADAMW
-from bench.kernels.gpu_products import HEAD_WIDTH, backward, parts
+from bench.kernels.attention import parts
 from bench.program import Outcome, Program
 from bench.timing import seconds_of
 from mpipar.config import flags
@@ -63,8 +46,8 @@ QUERIES = (4, 64, 256)
 TOLERANCE = 2e-5  # of the largest entry, float32
 PEAK_SIZE, COPY_BYTES = 2048, 1 << 28
 SIZE = 768  # of --products
-LARGEST = max(side for size in gpu_products.SIZES for side in size)
-REPEATS = {"cpu": 5, "cuda": 20}
+HEAD_WIDTH = 64
+ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
 @dataclass(frozen=True)
@@ -80,21 +63,10 @@ class Chain:
 
 
 def add_flags(parser) -> None:
-    """Add the flags for what is measured, and on which device."""
+    """Add the flags for what is measured."""
     parser.add_argument("--products", action="store_true", help="one product, from loops to BLAS")
     parser.add_argument(
         "--size", type=flags.count, help=f"sides of its matrices, a multiple of 4 ({SIZE})"
-    )
-    parser.add_argument(
-        "--tables",
-        nargs="+",
-        choices=gpu_products.TABLES,
-        default=list(gpu_products.TABLES),
-        help="on a GPU (all four)",
-    )
-    parser.add_argument("--device", choices=REPEATS, default="cpu")
-    parser.add_argument(
-        "--repeats", type=flags.count, help="timed calls (CPU: best of 5; GPU: median of 20)"
     )
 
 
@@ -107,12 +79,6 @@ def check_flags(args, parser) -> None:
     args.size = args.size or SIZE
     if args.size % 4:
         parser.error(f"--size {args.size}: must be a multiple of 4")
-    if args.device == "cpu" and (args.tables, args.largest) != (list(gpu_products.TABLES), LARGEST):
-        parser.error("--tables and --largest are for a GPU; add --device cuda")
-    if args.products and args.device != "cpu":
-        parser.error("--products runs on the CPU; on a GPU the products of the ladder always run")
-    args.repeats = args.repeats or REPEATS[args.device]
-    args.folder, args.json = (args.json, None) if args.device == "cuda" else (None, args.json)
 
 
 def chains(args) -> dict[str, Chain]:
@@ -159,6 +125,13 @@ def attention(args, real) -> dict[str, Chain]:
             **tiles,
         ),
     }
+
+
+def backward(ops, dy, qkv, saved, positions):
+    """Return dqkv (B, T, 3, H, d) of attention, packed as the layer packs it."""
+    dqkv = ops.empty(qkv.shape, qkv.dtype)
+    ops.attention_backward_input(dy, *parts(qkv), saved, positions, positions, out=parts(dqkv))
+    return dqkv
 
 
 def outcome(chain, ops):
@@ -275,11 +248,10 @@ def run_products(args) -> Outcome:
     )
 
 
-def measure_device(args, session) -> Outcome | int:
-    """Measure one device; code 1 if a result is wrong."""
-    measure = gpu_products.run if args.device == "cuda" else run_products if args.products else run
+def measure(args, session) -> Outcome | int:
+    """Measure; code 1 if a result is wrong."""
     try:
-        return measure(args)
+        return (run_products if args.products else run)(args)
     except ValueError as error:
         print(f"not timed: {error}", file=sys.stderr)
         return EXIT_CHECK_FAILED
@@ -288,15 +260,14 @@ def measure_device(args, session) -> Outcome | int:
 main = Program(
     "tiles",
     __doc__,
-    measure_device,
+    measure,
     add=add_flags,
     check=check_flags,
-    json="write the result to this file; GPU: to this folder",
     counts={
         "--rows": (8192, "tokens of the chains"),
         "--width": (1536, "elements of each"),
         "--seq-len": (1024, "tokens of a sequence in attention"),
         "--heads": (6, f"attention heads, of {HEAD_WIDTH} elements each"),
-        "--largest": (LARGEST, "on a GPU: longer sides of the ladder's products are cut to it"),
+        "--repeats": (5, "timed calls, of which the best counts"),
     },
 ).started(__name__)

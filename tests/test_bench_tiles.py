@@ -92,7 +92,6 @@ def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
         ("--products --size 6", "must be a multiple of 4"),
         ("--size 8", "is for --products"),
         ("--width 1", "at least 2 elements"),
-        ("--products --device cuda", "--products runs on the CPU"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused(words, message):

@@ -1,9 +1,9 @@
 """bench/gpu_session.sh on machines that lack something; a fake python3 runs the parts."""
 
-import json
 import os
 import re
 import subprocess
+import tarfile
 import time
 import uuid
 
@@ -11,125 +11,103 @@ import pytest
 from helpers import MARK, REPOSITORY, kill_with, run_command
 
 SCRIPT = REPOSITORY / "bench" / "gpu_session.sh"
-TABLES = ["attention", "memory", "products", "tiles"]  # of bench.tiles --device cuda
-STEPS = ["step, V 50257", "step, V 50304", "step beside torch"]
-PARTS = [*STEPS, *TABLES, "interconnect", "overlap", "gpu tests"]
+FIRST = ["machine", "check", "races", "step by function", "step beside torch"]
+SECOND = ["batch 1", "batch 4", "llama", "experts", "attention", "products", "layouts", "tests"]
 REHEARSAL_SECONDS = 900  # g++ compiles all kernels, if no earlier run has left them
-# A stand-in for python3 and mpiexec: nothing is missing, and each part ends as the test says.
+MOST_CHARACTERS = 12000  # of what is printed
+# A stand-in for python3, mpiexec and others: nothing is missing, and each part ends as a test says.
 MADE_UP = """#!/bin/bash
 case "$*" in
     -) cat >/dev/null ;;
     --version) echo Python 3 ;;
-    *"-m pytest"*) {tests} ;;
-    *--overlap*) {overlap} ;;
-    *bench.interconnect*) {interconnect} ;;
-    *bench.tiles*) {tiles} ;;
-    *--no-compiled*) {eager} ;;
-    *"--sides best"*) {best} ;;
-    *bench.step*) {step} ;;
+    *kernels.check*) {check} ;;
+    *kernels.attention*) {attention} ;;
+    *kernels.*|*bench.step*) {table} ;;
+    *mpipar*train*) {train} ;;
 esac
 """
+TABLE = "for i in {1..100}; do echo '| function | 1 | 2 |'; done; echo '{}' >\"${@: -1}\""
 
 
-def visit(folder, **env):
+def visit(folder, *halves, **env):
     """Run the script with results in folder/out; return how it ended and {part: its line}."""
-    env = {"OUT": str(folder / "out"), **env}
-    result = run_command(["bash", SCRIPT], 60, env=env, cwd=folder)
-    summary = result.stdout.partition("===== summary")[2].splitlines()[1:]
-    return result, {re.split(r"\s{2,}", line)[0]: line for line in summary}
+    env = {"OUT": str(folder / "out"), "TMPDIR": str(folder), **env}
+    result = run_command(["bash", SCRIPT, *halves], 60, env=env, cwd=folder)
+    assert len(result.stdout) <= MOST_CHARACTERS
+    lines = result.stdout.partition("\n\n==")[0].splitlines()[1:-1]
+    return result, {re.split(r"\s{2,}", line)[0]: line for line in lines}
 
 
 def machine(folder, **parts):
-    """A folder with a python3 and an mpiexec whose parts end as given; others end well."""
-    parts = (
-        dict.fromkeys(
-            ("tests", "interconnect", "overlap", "tiles", "step", "best", "eager"), "exit 0"
-        )
-        | parts
-    )
-    for name in ("python3", "mpiexec"):
+    """A folder with programs whose parts end as given; others end well."""
+    parts = dict.fromkeys(("check", "attention", "table", "train"), "exit 0") | parts
+    for name in ("python3", "mpiexec", "nvidia-smi", "compute-sanitizer"):
         (folder / name).write_text(MADE_UP.format(**parts))
         (folder / name).chmod(0o755)
     return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
+def packed(folder, half):
+    """The names in the only file that a half leaves."""
+    assert [path.name for path in (folder / "out").iterdir()] == [f"{half}.tar.gz"]
+    with tarfile.open(folder / "out" / f"{half}.tar.gz") as archive:
+        return {os.path.basename(name) for name in archive.getnames() if "." in name[1:]}
+
+
 def test_every_part_is_skipped_by_name_without_a_gpu(tmp_path):
     result, lines = visit(tmp_path, CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 0, result.tail()
-    assert list(lines) == PARTS
+    assert list(lines) == FIRST + SECOND
     assert all("skipped: " in line and "GPU: " in line for line in lines.values()), result.tail()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"session.log", "summary.txt"}
-    assert (tmp_path / "out" / "session.log").read_text() == result.stdout
+    assert packed(tmp_path, "first-and-second") == {"summary.txt"}
 
 
-def test_every_part_runs_where_nothing_is_missing(tmp_path):
-    write = 'touch "${@: -1}"'  # the word behind --json
-    table = 'touch "${@: -1}"/gpu_"${@: -3:1}".json'  # its folder, and the word behind --tables
-    result, lines = visit(
-        tmp_path, **machine(tmp_path, interconnect=write, step=write, best=write, tiles=table)
-    )
+@pytest.mark.parametrize(("half", "parts"), [("first", FIRST), ("second", SECOND)])
+def test_every_part_runs_where_nothing_is_missing(half, parts, tmp_path):
+    result, lines = visit(tmp_path, half, **machine(tmp_path, check=TABLE, table=TABLE))
     assert result.returncode == 0, result.tail()
-    assert [line.rstrip().endswith(" s  ok") for line in lines.values()] == [True] * len(PARTS)
-    for words in (
-        "--layers 12 --d-model 768 --heads 12 --seq-len 1024 --batch-size 32",
-        "--dtype bfloat16",
-        "--sides own",
-        "--sides best",
-        "--vocab-size 50304",
-        "-n 2",
-        "--transport staged",
-        "--overlap 8",
-        "--dist worksteal -m gpu tests",
-    ):
-        assert words in result.stdout
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "session.log",
-        "summary.txt",
-        "step_50257.json",
-        "step_50304.json",
-        "step_torch.json",
-        "interconnect.jsonl",
-        *(f"gpu_{name}.json" for name in TABLES),
-    }
+    assert [line.rstrip().endswith(" s  ok") for line in lines.values()] == [True] * len(parts)
+    names = packed(tmp_path, half)
+    assert {f"{n:02}-{one.replace(' ', '-')}.log" for n, one in enumerate(parts, 1)} < names
+    assert ("step-beside-torch.json" in names) == (half == "first")
+    with tarfile.open(tmp_path / "out" / f"{half}.tar.gz") as archive:
+        logs = [archive.extractfile(one).read().decode() for one in archive if ".log" in one.name]
+    gpt2 = "--layers 12 --d-model 768 --heads 12 --seq-len 1024 --vocab-size 50304"
+    assert sum(f"{gpt2} --dtype bfloat16" in log for log in logs) == 2
 
 
 def test_a_part_that_fails_is_named_and_the_others_run(tmp_path):
-    result, lines = visit(tmp_path, **machine(tmp_path, tiles="exit 3"))
+    result, lines = visit(tmp_path, **machine(tmp_path, check="echo wrong; exit 3"))
     assert result.returncode == 1
-    assert all(lines.pop(name).endswith("FAILED: exit code 3") for name in TABLES)
+    for name in ("check", "races"):  # of the same program
+        assert lines.pop(name).endswith("FAILED: exit code 3")
     assert all(line.endswith("ok") for line in lines.values())
+    assert "== 02-check\nwrong" in result.stdout
 
 
 def test_a_part_that_hangs_leaves_no_time(tmp_path):
-    result, lines = visit(tmp_path, **machine(tmp_path, interconnect="exec sleep 60"), LIMIT="4")
+    env = machine(tmp_path, attention="exec sleep 60")
+    result, lines = visit(tmp_path, "second", LIMIT="8", **env)
     assert result.returncode == 1
-    assert lines["interconnect"].endswith("FAILED: ended at its time limit")
-    assert lines["gpu tests"].endswith("skipped: 4 s are over")
-
-
-def test_pytorch_runs_eagerly_where_it_cannot_be_compiled(tmp_path):
-    result, lines = visit(tmp_path, **machine(tmp_path, best="exit 1"))
-    assert result.returncode == 1
-    assert lines["step beside torch"].endswith("FAILED: exit code 1")
-    assert lines["the same, eager"].endswith("ok")
+    assert lines["attention"].endswith("FAILED: ended at its time limit")
+    assert lines["tests"].endswith("skipped: 4 s are over")
 
 
 def test_a_visit_that_is_cut_leaves_what_has_ended(tmp_path):
-    out, mark = tmp_path / "out", uuid.uuid4().hex
-    env = {"OUT": str(out), MARK: mark, **machine(tmp_path, tiles="exec sleep 60")}
-    process = subprocess.Popen(["bash", SCRIPT], env=os.environ | env, stdout=subprocess.DEVNULL)
+    mark, out = uuid.uuid4().hex, tmp_path / "out"
+    env = {"OUT": str(out), MARK: mark, **machine(tmp_path, attention="exec sleep 60")}
+    words = ["bash", SCRIPT, "second"]
+    process = subprocess.Popen(words, env=os.environ | env, stdout=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 60
-        while not (out / "session.log").exists() or (
-            "===== attention" not in (out / "session.log").read_text()
-        ):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        while not process.stdout.readline().startswith("experts"):
+            assert process.poll() is None
+        time.sleep(0.5)
     finally:
         kill_with(MARK, mark)
         process.wait(20)
-    lines = (out / "summary.txt").read_text().splitlines()
-    assert [re.split(r"\s{2,}", line)[0] for line in lines] == STEPS
+    with tarfile.open(out / "second.tar.gz") as archive:
+        lines = archive.extractfile("./summary.txt").read().decode().splitlines()
+    assert [re.split(r"\s{2,}", line)[0] for line in lines] == SECOND[:4]
 
 
 def test_a_wheel_of_mpich_that_is_carried_along_is_used(tmp_path):
@@ -138,11 +116,11 @@ def test_a_wheel_of_mpich_that_is_carried_along_is_used(tmp_path):
     (wheel / "lib").mkdir()
     (wheel / "lib" / "libmpi.so.12").touch()
     for name in ("mpiexec", "hydra_pmi_proxy"):
-        (wheel / "bin" / name).write_text("#!/bin/bash\necho from the wheel: $MPI4PY_LIBMPI\n")
-    result, lines = visit(tmp_path, MPICH="wheel", **machine(tmp_path))
-    assert result.returncode == 0, result.tail()
-    assert lines["interconnect"].endswith("ok")
-    assert result.stdout.count(f"from the wheel: {wheel}/lib/libmpi.so.12") == 2
+        (wheel / "bin" / name).write_text(
+            "#!/bin/bash\necho from the wheel: $MPI4PY_LIBMPI; exit 1\n"
+        )
+    result, _ = visit(tmp_path, "second", MPICH="wheel", **machine(tmp_path))
+    assert f"from the wheel: {wheel}/lib/libmpi.so.12" in result.stdout
     assert os.access(wheel / "bin" / "hydra_pmi_proxy", os.X_OK)
 
 
@@ -150,34 +128,30 @@ def test_a_wheel_of_mpich_that_is_carried_along_is_used(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(REHEARSAL_SECONDS + 60)
 @pytest.mark.skipif("CUDA_MACHINE_DEVICE" not in os.environ, reason="not on the CUDA machine")
-def test_a_rehearsal(tmp_path):
+@pytest.mark.parametrize(("half", "parts"), [("first", FIRST), ("second", SECOND)])
+def test_a_rehearsal(half, parts, tmp_path):
     """Every part but the one beside PyTorch runs, at small sizes, on the real CuPy."""
-    out = tmp_path / "out"
-    result = run_command(
-        ["bash", SCRIPT],
-        REHEARSAL_SECONDS,
-        cwd=tmp_path,
-        env={"OUT": str(out), "REHEARSE": "1", "LIMIT": str(REHEARSAL_SECONDS - 20)},
-    )
+    env = {"OUT": str(tmp_path / "out"), "REHEARSE": "1", "LIMIT": str(2 * REHEARSAL_SECONDS - 90)}
+    result = run_command(["bash", SCRIPT, half], REHEARSAL_SECONDS, cwd=tmp_path, env=env)
     assert result.returncode == 0, result.tail()
-    lines = (out / "summary.txt").read_text().splitlines()
-    assert len(lines) == len(PARTS)
-    assert all(line.endswith("ok") for line in lines if "torch" not in line), result.tail()
-    for name in ("step_250", "step_256", *(f"gpu_{table}" for table in TABLES)):
-        assert json.loads((out / f"{name}.json").read_text())["rows"], name
+    lines = result.stdout.partition("\n\n==")[0].splitlines()[1:-1]
+    assert [re.split(r"\s{2,}", line)[0] for line in lines] == parts
+    skipped = [line for line in lines if not line.endswith("ok")]
+    assert all("skipped: torch" in one or "compute-sanitizer" in one for one in skipped), skipped
 
 
 @pytest.mark.parametrize(
-    ("env", "message"),
+    ("words", "env", "message"),
     [
-        ({"PYTHON": "no-such-python"}, "no no-such-python; name one with PYTHON=FILE"),
-        ({"OUT": "full"}, "full can't be written or is not empty; name another with OUT=FOLDER"),
-        ({"MPICH": "full"}, "no libmpi.so.12 below full; unpack a wheel of mpich there"),
+        ([], {"PYTHON": "no-such-python"}, "no no-such-python; name one with PYTHON=FILE"),
+        (["first"], {"OUT": "full"}, "full can't be written or has first.tar.gz; name another"),
+        ([], {"MPICH": "full"}, "no libmpi.so.12 below full; unpack a wheel of mpich there"),
+        (["third"], {}, "third: say first or second, or nothing for both"),
     ],
 )
-def test_what_cannot_start_is_refused(tmp_path, env, message):
+def test_what_cannot_start_is_refused(tmp_path, words, env, message):
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine.txt").touch()
-    result, _ = visit(tmp_path, **env)
+    (tmp_path / "full" / "first.tar.gz").touch()
+    result = run_command(["bash", SCRIPT, *words], 60, cwd=tmp_path, env=env)
     assert (result.returncode, result.stdout) == (2, "")
     assert message in result.stderr

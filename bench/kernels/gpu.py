@@ -11,6 +11,7 @@ from functools import partial
 import ml_dtypes
 import numpy as np
 
+from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.ops import make
 from mpipar.ops.cuda.kernels import Loader
 
@@ -35,8 +36,8 @@ ROOFS = {
     "NVIDIA H200": {"float32": 67, "tf32": 495, "bfloat16": 989, "float16": 989, "memory": 4800},
 }
 # Largest relative norm of an error. float32: sums are added in another order; tf32: operands are
-# rounded to 11 bits; bfloat16: one or two roundings to 8 bits.
-TOLERANCE = {"float32": 1e-5, "tf32": 2.0**-10, "bfloat16": 2.0**-7}
+# rounded to 11 bits; 16 bits: one or two roundings of the type.
+TOLERANCE = {"float32": 1e-5, "tf32": 2.0**-10, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 WARM_UP = 3
 FLUSHES = 20  # times the device's cache is filled before each timed call: 0.3 ms of an H100
 STATE = {
@@ -46,6 +47,12 @@ STATE = {
     "memory_mhz": "clocks.mem",
     "power_limit_w": "power.limit",
 }
+
+
+class WrongResultError(UserError):
+    """A result on the device is wrong, so nothing is timed."""
+
+    exit_code = EXIT_CHECK_FAILED
 
 
 class Gpu:
@@ -70,7 +77,7 @@ class Gpu:
         return 100 * value / self.roofs[roof] if roof in self.roofs else "-"
 
     def check(self, what: str, got, expected, dtype: str) -> None:
-        """Raise ValueError if got differs from expected by more than the type's tolerance."""
+        """Raise WrongResultError if got differs from expected by more than the type's tolerance."""
         wide = expected.astype(np.float64)
         error, size = (
             square**0.5
@@ -80,7 +87,7 @@ class Gpu:
         )
         error /= max(size, 1e-30)
         if not error <= TOLERANCE[dtype]:
-            raise ValueError(f"{what}, {dtype}: off by {error:.1e}")
+            raise WrongResultError(f"not timed: {what}, {dtype}: off by {error:.1e}")
 
     def timed(self, call) -> tuple[float, float]:
         """Return the median seconds of a call on the device, by events, and on the host.
