@@ -145,7 +145,7 @@ def test_a_suspended_job_was_not_stuck(number, reports, monkeypatch):
 
 def test_a_rank_that_wrote_nothing_is_named_also_where_nobody_waits_in_a_barrier():
     """An example is the collection of all ranks' metrics, which no record has."""
-    waits = {"at": "step 2, phase opt", "counted": False, "inside": None, "stack": ["a.py:1"]}
+    waits = {"says": "is at a.py:1", "barrier": None, "peer": None, "stack": ["a.py:1"]}
     lines = watchdog.explain({0: waits}, range(2))
     assert len(lines) == 2
     assert lines[1].startswith("rank 1 has written nothing")

@@ -83,8 +83,5 @@ def set_aside(path: Path) -> Path | None:
     """Rename a file or folder to the first free name of `path.aside-1` and so on, if it exists."""
     if not os.path.lexists(path):
         return None
-    for number in itertools.count(1):
-        other = path.with_name(f"{path.name}.aside-{number}")
-        if not os.path.lexists(other):
-            return path.rename(other)
-    raise AssertionError("some number is free")
+    others = (path.with_name(f"{path.name}.aside-{number}") for number in itertools.count(1))
+    return path.rename(next(other for other in others if not os.path.lexists(other)))

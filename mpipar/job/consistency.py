@@ -12,6 +12,7 @@ import platform
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 from mpipar import __version__
@@ -89,10 +90,6 @@ def differences(facts: Sequence[dict[str, str]]) -> list[str]:
 
 def ranges(numbers: Sequence[int]) -> str:
     """Return ranges as text: [0, 1, 2, 5] -> '0-2,5'."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+    groups = groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in group] for _, group in groups]
+    return ",".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs)

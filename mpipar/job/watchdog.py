@@ -37,6 +37,7 @@ SETTLE = 1.0  # seconds for the other ranks to write their states too
 LONGEST_PAUSE = 1.0  # seconds between two checks
 MOST_FRAMES = 12  # of the main thread's stack in a state
 STEP = ("F", "I", "W", "sync")  # phases in which every communication has a record
+SILENT = "has written nothing: it works, or its process is stopped or gone"
 INSIDE = ("mpipar/comm/", "mpipar/job/")  # code that communicates on behalf of its callers
 
 
@@ -159,7 +160,8 @@ class Watchdog:
             lines = explain(states, self.ranks)
         elif not states and (everywhere or self.world_rank == 0):
             state = self._describe()
-            lines = [f"rank {self.world_rank} {doing(state)}", *map("  {}".format, state["stack"])]
+            said = f"rank {self.world_rank} {state['says']}"
+            lines = [said, *map("  {}".format, state["stack"])]
         return lines and [f"no progress for {limit:g} s", *lines]
 
 
@@ -193,73 +195,43 @@ def waiting_record(recorder):
 def state_of(recorder=None, comms=None, where: str = "") -> dict:
     """Return what this rank is doing, as JSON-able values; called from the watchdog's thread.
 
-    where: the description of a rank without a recorder.
+    where: the description of a rank without a recorder. barrier: what all ranks in the same one
+    have in common; peer: the rank of the other end of a message.
     """
     stack = [
         f"{place(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
         for frame, line in islice(main_stack(), MOST_FRAMES)
     ]
-    if recorder is None:
-        return {"at": where or "start", "counted": False, "inside": None, "stack": stack}
-    record = waiting_record(recorder)
-    inside = None
-    if record is not None:
-        ranks = comms.groups[record.axis].ranks
-        inside = {
-            "operation": record.operation,
-            "name": record.name,
-            "axis": record.axis,
-            "seq": record.seq,
-            "ranks": list(ranks),
-            "source": record.source,
-            "peer": ranks[record.peer] if record.peer >= 0 else None,
-            "stage": record.stage,
-            "mb": record.mb,
-            "phase": record.phase,
-            "seconds": round((perf_counter_ns() - record.waited_ns) * 1e-9, 1),
-        }
-    at = f"step {recorder.step}, phase {recorder.phase}, stage {recorder.stage}, mb {recorder.mb}"
-    return {"at": at, "counted": recorder.phase in STEP, "inside": inside, "stack": stack}
-
-
-def doing(state: dict | None) -> str:
-    """Return a phrase for what a rank is doing."""
-    if state is None:
-        return "has written nothing: it works, or its process is stopped or gone"
-    inside, at, stack = state["inside"], state["at"], state["stack"]
-    if inside is None:
-        here = stack[0] if stack else "?"
-        if state["counted"]:
-            return f"is in no communication ({at}); its main thread is at {here}"
-        caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
-        return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
-    to = "to" if inside["operation"] == "send" else "from"
-    target = "" if inside["peer"] is None else f" {to} rank {inside['peer']}"
-    return (
-        f"waits in {inside['operation']} {inside['name']}{target} ({inside['axis']}, {at})"
-        f" for {inside['seconds']} s at {inside['source']}"
+    at, record = where or "start", None
+    if recorder is not None:
+        place_in_step = recorder.step, recorder.phase, recorder.stage, recorder.mb
+        at = "step {}, phase {}, stage {}, mb {}".format(*place_in_step)
+        record = waiting_record(recorder)
+    if record is None:
+        counted = recorder is not None and recorder.phase in STEP
+        return {"says": _at_work(at, stack, counted), "barrier": None, "peer": None, "stack": stack}
+    ranks = list(comms.groups[record.axis].ranks)
+    peer = ranks[record.peer] if record.peer >= 0 else None
+    other = f" {'to' if record.operation == 'send' else 'from'} rank {peer}"
+    seconds = (perf_counter_ns() - record.waited_ns) * 1e-9
+    says = (
+        f"waits in {record.operation} {record.name}{'' if peer is None else other}"
+        f" ({record.axis}, {at}) for {seconds:.1f} s at {record.source}"
     )
+    barrier = [record.axis, ranks, record.seq, record.operation, record.name]
+    return {"says": says, "barrier": barrier, "peer": peer, "stack": stack}
 
 
-def barrier_of(state: dict | None) -> tuple | None:
-    """Return what the ranks in one barrier have in common; None outside of communication."""
-    if state is None or state["inside"] is None:
-        return None
-    axis, ranks, *rest = map(state["inside"].get, ("axis", "ranks", "seq", "operation", "name"))
-    return axis, tuple(ranks), *rest
+def _at_work(at: str, stack: list[str], counted: bool) -> str:
+    """Return a phrase for a rank that is in no communication that has a record.
 
-
-def awaited(rank: int, states: dict[int, dict]) -> list[int]:
-    """Return the ranks that a rank waits for: its peer, or those that have not come to its barrier.
-
-    Nobody if it is in no communication.
+    counted: whether every communication has one.
     """
-    own, inside = barrier_of(states[rank]), states[rank]["inside"]
-    if own is None:
-        return []
-    if inside["operation"] in POINT_TO_POINT:
-        return [inside["peer"]]
-    return [other for other in inside["ranks"] if barrier_of(states.get(other)) != own]
+    here = stack[0] if stack else "?"
+    if counted:
+        return f"is in no communication ({at}); its main thread is at {here}"
+    caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
+    return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
 
 
 def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
@@ -268,25 +240,30 @@ def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
     If no rank waits in a barrier, it says what every rank is doing. ranks: all that could have
     written a state.
     """
-    waits_for = {rank: awaited(rank, states) for rank in sorted(states)}
-    missing = sorted({other for others in waits_for.values() for other in others})
-    lines, barriers = [], {}
-    for rank in waits_for:
-        barrier = barrier_of(states[rank])
-        if barrier and states[rank]["inside"]["operation"] in POINT_TO_POINT:
-            lines.append(f"rank {rank} {doing(states[rank])}")
-        elif barrier:
-            barriers.setdefault(barrier, []).append(rank)
-    for (axis, members, seq, operation, name), arrived in barriers.items():
+    barriers = {rank: state["barrier"] for rank, state in sorted(states.items())}
+    says = dict.fromkeys(ranks, SILENT) | {rank: one["says"] for rank, one in states.items()}
+    lines, missing, told = [], set(), []
+    for rank, barrier in barriers.items():
+        if barrier is None or barrier in told:
+            continue
+        axis, members, seq, operation, name = barrier
+        if operation in POINT_TO_POINT:
+            missing.add(states[rank]["peer"])
+            lines.append(f"rank {rank} {says[rank]}")
+            continue
+        told.append(barrier)
+        arrived = [other for other in members if barriers.get(other) == barrier]
+        absent = [other for other in members if other not in arrived]
+        missing.update(absent)
         lines.append(
-            f"barrier {name} ({operation} {seq} of the {axis} group {list(members)}) is incomplete:"
-            f" {names(arrived)} arrived, {names(waits_for[arrived[0]])} missing"
+            f"barrier {name} ({operation} {seq} of the {axis} group {members}) is incomplete:"
+            f" {names(arrived)} arrived, {names(absent)} missing"
         )
-    late = [rank for rank in missing if barrier_of(states.get(rank)) is None]
-    lines += [f"late: rank {rank} {doing(states.get(rank))}" for rank in late]
-    stacks = {rank: states[rank]["stack"][:6] for rank in missing if rank in states}
+    late = [rank for rank in sorted(missing) if barriers.get(rank) is None]
+    lines += [f"late: rank {rank} {says.get(rank, SILENT)}" for rank in late]
+    stacks = {rank: states[rank]["stack"][:6] for rank in sorted(missing & states.keys())}
     lines += [f"  rank {rank}: {frame}" for rank, stack in stacks.items() for frame in stack]
-    return lines or [f"rank {rank} {doing(states.get(rank))}" for rank in sorted({*ranks, *states})]
+    return lines or [f"rank {rank} {said}" for rank, said in sorted(says.items())]
 
 
 def names(ranks) -> str:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 
 from mpipar.checkpoint.manifest import committed_steps
@@ -121,8 +122,8 @@ def read_sources(folder: Path) -> Sources:
 def resume_in(start, config, session, beside: Mapping[str, bytes]) -> Path:
     """Lock a run folder and prepare it for resuming; return it.
 
-    start: where the run starts, found before the folder was locked. A trace that will be written
-    again is set aside. Only world rank 0 calls it. Raises OutputError and UsageError.
+    start: where the run starts, found before the folder was locked. Errors, and a trace that will be
+    written again, are set aside. Only world rank 0 calls it. Raises OutputError and UsageError.
     """
     folder = Path(start.folder)
     with said(folder, "the run can't resume here"):
@@ -131,6 +132,7 @@ def resume_in(start, config, session, beside: Mapping[str, bytes]) -> Path:
             no_links.folder(folder, name)  # a link is refused now, not when it is first used
         if newest_step(folder) != start.newest:
             raise UsageError(f"{folder}: another job has just resumed in it; start again")
+        set_aside(folder / "errors")
         if traced_steps(config.run.trace, start.step + 1, config.train.steps):
             set_aside(folder / "trace")
         no_links.remove_tree(folder, HANG)  # left by a job that was killed
@@ -220,13 +222,12 @@ def said(what: Path, problem: str):
 def _make_numbered_folder() -> Path:
     """Create the next number in runs/; two runs that start at the same time get two folders."""
     RUNS.mkdir(exist_ok=True)
-    number = max((int(p.name) for p in RUNS.iterdir() if p.name.isdecimal()), default=0)
-    while True:
-        number += 1
-        folder = RUNS / f"{number:04d}"
+    newest = max((int(p.name) for p in RUNS.iterdir() if p.name.isdecimal()), default=0)
+    for folder in (RUNS / f"{number:04d}" for number in count(newest + 1)):
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
             return folder
+    raise AssertionError("some number is free")
 
 
 @contextmanager
