@@ -13,12 +13,13 @@ from pathlib import Path
 from random import Random
 
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.record import LayerOperation, Record, Span
+from mpipar.comm.record import Record, Span
 from mpipar.config.model import model_config
 from mpipar.models import unit_flops
 from mpipar.models.stage import stage_parts
 from mpipar.pipeline.instructions import lower, neighbours
 from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.trace.checks import LayerOperation
 from mpipar.trace.clock import CommonClock
 from mpipar.trace.trace_file import RankTrace, Trace, common_facts
 

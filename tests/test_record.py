@@ -18,6 +18,7 @@ from mpipar.config.resolve import resolve
 from mpipar.ops import make
 from mpipar.partition import CUTS, Here, Sizes
 from mpipar.study.explain.predict import predict
+from mpipar.trace.flight import flight_ns
 
 LAYERS = {
     "attn.qkv": "self.qkv.",
@@ -133,8 +134,8 @@ def sum_of_waits(recorder):
 ])  # fmt: skip
 def test_only_computing_hides_a_flight(records, spans, flight, hidden, twin):
     recorder = recorded(records, spans)
-    assert recorder.flight_ns("dp", ("all_reduce",)) == (flight, hidden)
-    assert recorder.flight_ns("tp", ("all_reduce",)) == (0, 0)
+    assert flight_ns(recorder, "dp", ("all_reduce",)) == (flight, hidden)
+    assert flight_ns(recorder, "tp", ("all_reduce",)) == (0, 0)
     assert sum_of_waits(recorder) == twin != (flight, hidden)
 
 

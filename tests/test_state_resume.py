@@ -13,7 +13,7 @@ from mpipar.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.checkpoint.save import Saver
 from mpipar.data.rows import Rows
 from mpipar.layers.flat import FlatParams
-from mpipar.train.gradsync import LossScale
+from mpipar.train.loss_scale import LossScale
 
 TOKENS = np.random.default_rng(7).integers(0, 29, 500).astype(np.uint8)
 # float16 overflows in the first steps here.

@@ -6,11 +6,12 @@ from random import Random
 
 from planted_delays import MS, record
 
-from mpipar.comm.record import LayerOperation, Load, Span
+from mpipar.comm.record import Span
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.simulate import simulate
 from mpipar.trace import segments, trace_file, waits
+from mpipar.trace.checks import LayerOperation, Load
 from mpipar.trace.clock import CommonClock
 from mpipar.trace.trace_file import RankTrace as Rank
 from mpipar.trace.trace_file import Trace, common_facts, schedule_json

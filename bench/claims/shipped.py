@@ -21,7 +21,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text
 from mpipar.comm.record import Recorder
 from mpipar.errors import DriftError, HangError
-from mpipar.train.replicas import Replicas
+from mpipar.run.replicas import Replicas
 from tests.twins import small_model
 from tests.twins.planted import GITHUB, TWINS, Twin
 

@@ -27,6 +27,7 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
 from mpipar.errors import EXIT_CHECK_FAILED, DataError
 from mpipar.files.bounded import read_json
+from mpipar.trace.flight import flight_ns
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-12}  # of the largest entry
 MIB = 2**20
@@ -78,7 +79,7 @@ def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
         inside.append((recorder.comm_ns() - before) * 1e-9)
     totals = recorder.totals("phase")
     sent = sum(totals.get((phase,), Sums()).wire_bytes for phase in PHASES) // repeats
-    flight, hidden = recorder.flight_ns("tp", POINT_TO_POINT)
+    flight, hidden = flight_ns(recorder, "tp", POINT_TO_POINT)
     comms.close()
     held, beside = memory(case, sizes, dtype, world.rank)
     return {

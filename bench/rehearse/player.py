@@ -113,7 +113,7 @@ class Placed(Recorder):
         record = self.call.record
         line = (operation, name, axis, group_size, dtype, self.phase, record.site, record.cut)
         if line not in self.tallies:
-            self.tallies[line] = Tally(*line[:6], site=record.site, cut=record.cut)
+            self.tallies[line] = Tally(*line[:6], found=(record.site, record.cut))
         return self.tallies[line]
 
 

@@ -95,30 +95,6 @@ class Span(NamedTuple):
     mb: int
 
 
-class LayerOperation(NamedTuple):
-    """An operation of a layer, recorded only on request (ops/timed_ops.py)."""
-
-    layer: str
-    function: str
-    start_ns: int
-    end_ns: int
-    step: int
-    stage: int
-    mb: int
-    phase: str
-
-
-class Load(NamedTuple):
-    """Rows that a rank's experts get in a forward pass. first: the number of its first expert."""
-
-    layer: str
-    first: int
-    step: int
-    stage: int
-    mb: int
-    rows: list[int]
-
-
 class Key(NamedTuple):
     """The fields by which operations are counted together."""
 
@@ -148,7 +124,6 @@ NO_SUMS = Sums()
 (POSTED, WAITED, DONE, SEQ, PEER, TAG, PAYLOAD, WIRE, STEP, STAGE, MB, TALLY) = range(12)
 Entry: TypeAlias = list[Any]
 Result = TypeVar("Result")
-Intervals: TypeAlias = list[tuple[int, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -171,13 +146,12 @@ class Tally:
     depth: int = 0
     site_code: CodeType | None = None
     site_instruction: int = -1
-    site: str = ""
-    cut: str = ""
     payload: int = 0
     sent: int = 0
     calls: int = 0
     nanoseconds: int = 0
     before: Sums = NO_SUMS
+    found: tuple[str, str] | None = None
 
     def is_elsewhere(self, frame: FrameType) -> bool:
         """Return whether this caller has a different site."""
@@ -189,6 +163,13 @@ class Tally:
             or self.site_code is not site.f_code
             or self.site_instruction != site.f_lasti
         )
+
+    def lines(self) -> tuple[str, str]:
+        """Return site and cut as file:line, for a Record; they are found when first asked for."""
+        if self.found is None:
+            cut = line_of(self.code, self.instruction) if self.depth else ""
+            self.found = line_of(self.site_code, self.site_instruction), cut
+        return self.found
 
     def sums(self) -> Sums:
         """Return the sums over all calls."""
@@ -241,6 +222,14 @@ def place(path: str, line: int) -> str:
     return f"{path.removeprefix(PACKAGE)}:{line}"
 
 
+def line_of(code: CodeType | None, instruction: int) -> str:
+    """Return file:line of an instruction of a function."""
+    if code is None:
+        return ""
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
+    return place(code.co_filename, next(lines, None) or code.co_firstlineno)
+
+
 def site_of(frame: FrameType) -> tuple[int, FrameType]:
     """Return the site beyond the cuts for a caller `frame` of a group: (frames out, its frame)."""
     site, depth = frame, 0
@@ -262,8 +251,7 @@ def as_record(entry: Entry) -> Record:
             tally.dtype,
             *entry[STEP:TALLY],
             tally.phase,
-            tally.site,
-            tally.cut,
+            *tally.lines(),
         )
     )
 
@@ -273,29 +261,6 @@ def close(entry: Entry, result: Result) -> Result:
     entry[DONE] = now = perf_counter_ns()
     entry[TALLY].nanoseconds += now - entry[WAITED]
     return result
-
-
-def overlap_ns(flights: Intervals, computing: Intervals, blocked: Intervals) -> tuple[int, int]:
-    """Return (length of the union of `flights`, how much of that is computing and not blocked).
-
-    Each argument: a list of (start, end) in nanoseconds. Time that a rank spends in another wait
-    does not count as computing, even inside a pass.
-    """
-    edges = sorted(
-        (time, kind, change)
-        for kind, intervals in enumerate((flights, computing, blocked))
-        for start, end in intervals
-        for time, change in ((start, 1), (end, -1))
-    )
-    inside, last, flight, hidden = [0, 0, 0], 0, 0, 0
-    for time, kind, change in edges:
-        if inside[0]:
-            flight += time - last
-            if inside[1] and not inside[2]:
-                hidden += time - last
-        inside[kind] += change
-        last = time
-    return flight, hidden
 
 
 class At:
@@ -337,8 +302,8 @@ class Recorder:
         self._spans: deque[tuple[Any, ...]] = deque(maxlen=capacity)
         # Spans between marks on a device.
         self._late: deque[tuple[Any, ...]] = deque(maxlen=capacity)
-        self.operations: list[LayerOperation] = []
-        self.loads: deque[Load] = deque(maxlen=capacity)
+        self.operations: list[tuple[Any, ...]] = []
+        self.loads: deque[tuple[Any, ...]] = deque(maxlen=capacity)
         self.tallies: dict[tuple[Any, ...], Tally] = {}  # by what distinguishes lines of calls
         self.busy_ns: dict[str, int] = {}
         self.step = 0
@@ -418,16 +383,7 @@ class Recorder:
             site.f_code,
             site.f_lasti,
         )
-        found = self.tallies.get(line)
-        if found is None:
-            cut = place(frame.f_code.co_filename, frame.f_lineno) if depth else ""
-            found = self.tallies.setdefault(
-                line,
-                Tally(  # another thread may have made one
-                    *line, place(site.f_code.co_filename, site.f_lineno), cut
-                ),
-            )
-        return found
+        return self.tallies.setdefault(line, Tally(*line))
 
     def span(self, kind: str, start: Any, stage: int = -1, mb: int = -1, end: Any = None) -> None:
         """Append a compute span from `start` to `end` (default: now).
@@ -446,7 +402,8 @@ class Recorder:
         index: of this rank in the group, whose ranks have equally many experts.
         """
         if self.phase == "F":
-            self.loads.append(Load(layer, index * len(rows), self.step, self.stage, self.mb, rows))
+            first = index * len(rows)
+            self.loads.append((layer, first, self.step, self.stage, self.mb, rows))
 
     def _append(self, span: tuple[Any, ...]) -> None:
         kind, start_ns, end_ns, *_ = span
@@ -471,25 +428,6 @@ class Recorder:
             short = tuple(getattr(key, field) for field in fields)
             sums[short] = sums.get(short, Sums()).plus(counter)
         return sums
-
-    def flight_ns(self, axis: str, operations: tuple[str, ...]) -> tuple[int, int]:
-        """Return (ns in which any of these operations over `axis` is in flight, ns overlapped).
-
-        Flight lasts from posting to the end. What counts as overlapped: see `overlap_ns`. Blocking
-        operations are left out, and only what is in the rings counts.
-        """
-        records = [record for record in self.records if record.done_ns]
-        flights = [
-            (record.posted_ns, record.done_ns)
-            for record in records
-            if record.axis == axis
-            and record.operation in operations
-            and record.posted_ns < record.waited_ns
-        ]
-        computing = [(span.start_ns, span.end_ns) for span in self.spans if span.kind in COMPUTE]
-        return overlap_ns(
-            flights, computing, [(record.waited_ns, record.done_ns) for record in records]
-        )
 
     def comm_ns(self) -> int:
         """Return the ns that this rank has spent in communication since the counters began."""

@@ -14,6 +14,7 @@ from mpipar.files.text import quoted
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
 from mpipar.study.schedules.bubble import bubble_rows, bubble_table, recorded_facts
+from mpipar.trace.flight import flight_ns
 
 
 def report_step(world, worker, fact, memory, steps, log) -> str:
@@ -30,10 +31,10 @@ def report_step(world, worker, fact, memory, steps, log) -> str:
             for key, counter in worker.recorder.counters.items()
             if key.phase in ("F", "I", "recompute", "W", "sync", "opt")
         ],
-        "buckets_ns": worker.recorder.flight_ns(
-            worker.comms["data"].axis, ("all_reduce", "reduce_scatter")
+        "buckets_ns": flight_ns(
+            worker.recorder, worker.comms["data"].axis, ("all_reduce", "reduce_scatter")
         ),
-        "ring_ns": worker.recorder.flight_ns("tp", POINT_TO_POINT),
+        "ring_ns": flight_ns(worker.recorder, "tp", POINT_TO_POINT),
         "measured": memory.peak,
         "objects": memory.objects,
         "process": process_peak(),

@@ -53,6 +53,7 @@ from mpipar.run.folder import (
 )
 from mpipar.run.inputs import prepare
 from mpipar.run.memory_limit import memory_limit
+from mpipar.run.replicas import Replicas
 from mpipar.study.explain.predict import predict
 from mpipar.study.schedules import draw
 from mpipar.study.schedules.costs import Costs
@@ -60,7 +61,6 @@ from mpipar.study.schedules.simulate import simulate
 from mpipar.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
 from mpipar.train.optim import warm_up_notes
-from mpipar.train.replicas import Replicas
 from mpipar.train.worker import StepVotes, Worker
 
 

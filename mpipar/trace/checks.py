@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from mpipar.comm.grid import AXES
-from mpipar.comm.record import LayerOperation, Load, Record, Span
+from mpipar.comm.record import Record, Span
 from mpipar.config.model import ModelConfig
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import value_problem
@@ -22,6 +23,31 @@ from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.catalog import MOST_PASSES
 from mpipar.trace.clock import Sample
+
+
+class LayerOperation(NamedTuple):
+    """An operation of a layer, recorded only on request (ops/timed_ops.py)."""
+
+    layer: str
+    function: str
+    start_ns: int
+    end_ns: int
+    step: int
+    stage: int
+    mb: int
+    phase: str
+
+
+class Load(NamedTuple):
+    """Rows that a rank's experts get in a forward pass. first: the number of its first expert."""
+
+    layer: str
+    first: int
+    step: int
+    stage: int
+    mb: int
+    rows: list[int]
+
 
 MOST_RANKS = 1 << 17
 LATEST = 1 << 62  # ns; differences of times still fit into 64 bits

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.record import LayerOperation, Load, Record, Span
+from mpipar.comm.record import Record, Span
 from mpipar.console.series import lines_of
 from mpipar.console.tables import describe_stage
 from mpipar.errors import DataError, UsageError
@@ -31,7 +31,9 @@ from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
 from mpipar.trace.checks import (
     LINES,
+    LayerOperation,
     LineCheck,
+    Load,
     RankTrace,
     ScheduleFacts,
     check_head,

@@ -15,6 +15,7 @@ from mpipar.comm.grid import AXES
 from mpipar.job.streams import warn
 from mpipar.models.decoder import ENTRY
 from mpipar.trace import trace_file
+from mpipar.trace.checks import Load
 from mpipar.trace.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, time slices
@@ -167,7 +168,7 @@ class Tracer:
             [record for record in recorder.records if record.step in numbers],
             [span for span in recorder.spans if span.step in numbers],
             recorder.operations,
-            [load for load in recorder.loads if load.step in numbers],
+            [load for load in map(Load._make, recorder.loads) if load.step in numbers],
         )
 
     def _write_meta(self, after: dict | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Gradient synchronization: sums over groups, the global norm, clipping, and the loss scale.
+"""Gradient synchronization: sums over groups, the global norm, and clipping.
 
 Each stage has a flat buffer of gradients for each set of groups over which they are partial. Most
 are partial over the data group only, the ranks that read different tokens (dp x cp). These are
@@ -22,7 +22,6 @@ import numpy as np
 from mpipar.comm.group import Pending
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.config.run import RunConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.models.stage import LayerRun
 
@@ -185,51 +184,3 @@ def all_reduce_scalars(ops: Any, comms: Comms, values: list[float], name: str) -
         return values
     x = ops.asarray(np.array(values, dtype=np.float64))
     return [float(value) for value in ops.to_host(comms.world.all_reduce(x, name))]
-
-
-class LossScale:
-    """The factor of a float16 loss, without which most gradients would round to zero.
-
-    The smallest float16 number is 6e-8. The loss is multiplied by a power of two before the
-    backward pass, and the summed gradients are divided by it. If any rank finds a gradient that is
-    not finite, all ranks skip the step. Source: Micikevicius et al., arXiv 1710.03740; factors and
-    interval are those of PyTorch's GradScaler.
-
-    `value` halves after a step that overflowed and doubles after `interval` good ones. It is the
-    same on every rank, because `update` gets the same argument on all of them. dynamic: false for
-    types with the range of float32, whose scale stays 1. skipped: number of steps so far without an
-    update.
-    """
-
-    FIRST, INTERVAL = 2.0**16, 2000  # PyTorch's
-    SMALLEST = 1.0  # the scale is not to blame for gradients that still overflow at this value
-
-    def __init__(self, run: RunConfig):
-        self.dynamic = run.dtype == "float16"
-        self.value: float = (run.loss_scale or self.FIRST) if self.dynamic else 1.0
-        self.interval = self.INTERVAL
-        self.good = self.skipped = 0
-
-    def update(self, overflow: bool) -> None:
-        """Adapt the scale. overflow: whether this step's gradients overflowed on any rank."""
-        if not self.dynamic:
-            return
-        if overflow:
-            self.value, self.good = self.value / 2, 0
-            self.skipped += 1
-            return
-        self.good += 1
-        if self.good == self.interval:
-            self.value, self.good = self.value * 2, 0
-
-    def state(self) -> dict[str, Any]:
-        """Return everything that later steps depend on, for a checkpoint."""
-        return {"value": self.value, "good": self.good, "skipped": self.skipped}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue from what `state` returned."""
-        self.value, self.good, self.skipped = (state[name] for name in ("value", "good", "skipped"))
-
-    def can_skip(self) -> bool:
-        """Return whether a smaller scale could help a step whose gradients are not finite."""
-        return self.dynamic and self.value > self.SMALLEST

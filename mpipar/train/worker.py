@@ -21,7 +21,8 @@ from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
 from mpipar.pipeline.engine import Engine, forward_only
 from mpipar.train import build, non_finite
-from mpipar.train.gradsync import LossScale, all_reduce_scalars, masked_contribution, masked_sum
+from mpipar.train.gradsync import all_reduce_scalars, masked_contribution, masked_sum
+from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import OPTIMIZERS, learning_rate
 
 GetBatch = Callable[[int], Any]  # the rows of a microbatch
@@ -81,24 +82,28 @@ class Worker:
         """
         start = perf_counter_ns()
         loss, norm, agreed = self.gradients(step, get_batch, votes)
-        scale, overflow = self.loss_scale.value, not math.isfinite(norm)
-        if not math.isfinite(loss) or (overflow and not self.loss_scale.can_skip()):
+        decided = self.loss_scale.decide(step, norm)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or decided.skipped):
             raise self._not_finite(
                 f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
                 non_finite.report(self, "gradient", lambda flat: flat.summed, self.losses),
             )
-        update = step - self.loss_scale.skipped  # its number: a skipped step uses up no warm-up
-        self.loss_scale.update(overflow)
-        lr = learning_rate(self.config.train, update)
-        with self.recorder.at("opt"):
-            opt_start = self.ops.instant()
-            if not overflow:
-                self.gradsync.clip(norm, self.config.train.clip)
-                self.optimizer.step(lr, update)
-            self.recorder.span("opt", opt_start, end=self.ops.instant())
+        lr = learning_rate(self.config.train, decided.update)
+        if not decided.skipped:
+            self.update(norm, lr, decided.update)
         seconds = (perf_counter_ns() - start) * 1e-9
-        shown = scale if self.loss_scale.dynamic else None
-        return StepResult(step, loss, norm, lr, seconds, agreed, shown, overflow)
+        return StepResult(step, loss, norm, lr, seconds, agreed, decided.scale, decided.skipped)
+
+    def update(self, norm: float, lr: float, number: int) -> None:
+        """Clip gradients of this norm, and change the weights. number: of the update, from 1.
+
+        Comm: that of the optimizer.
+        """
+        with self.recorder.at("opt"):
+            start = self.ops.instant()
+            self.gradsync.clip(norm, self.config.train.clip)
+            self.optimizer.step(lr, number)
+            self.recorder.span("opt", start, end=self.ops.instant())
 
     def gradients(
         self, step: int, get_batch: GetBatch, votes: Callable[[], StepVotes] = StepVotes

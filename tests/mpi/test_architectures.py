@@ -21,7 +21,7 @@ from mpipar.comm.group import Comm
 from mpipar.config.model import model_config
 from mpipar.layers.attention import Rotation
 from mpipar.layers.param import Param
-from mpipar.train.replicas import Replicas
+from mpipar.run.replicas import Replicas
 
 # 8 heads of width 6, which is not D / H; ffn 31 and 29 tokens in the vocabulary are padded.
 SHAPE = {

@@ -26,7 +26,7 @@ from mpipar.errors import EnvironmentProblem
 from mpipar.job import self_test
 from mpipar.job.environment import chosen_by_user
 from mpipar.job.mpi import check_environment
-from mpipar.train.replicas import Replicas
+from mpipar.run.replicas import Replicas
 
 pytestmark = pytest.mark.ranks(2)
 HERE, OTHER = WORLD.rank, 1 - WORLD.rank

@@ -23,9 +23,10 @@ from small_model import (
 
 from mpipar.errors import DriftError, NonFiniteError
 from mpipar.layers.loss import CrossEntropy
-from mpipar.train import gradsync, replicas
+from mpipar.run import replicas
+from mpipar.run.replicas import Replicas
+from mpipar.train import gradsync
 from mpipar.train.gradsync import GradSync
-from mpipar.train.replicas import Replicas
 
 pytestmark = pytest.mark.ranks(2, 4)
 HERE = LAYOUTS[WORLD.size]

@@ -24,6 +24,7 @@ from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import Sums
 from mpipar.layers.norm import Residual
 from mpipar.study.explain.predict import predict
+from mpipar.trace.flight import flight_ns
 
 HERE = LAYOUTS[WORLD.size]
 # Calls of a block forward and backward: all-reduces (one of them is attention's), all-gathers. Of
@@ -162,7 +163,7 @@ def test_sums_of_units_start_inside_the_last_backward(layout):
         ]
         assert (len(sums) > len(one.units)) == (layout[0] > 1)
         assert all(record.posted_ns < end for record in sums)
-    flight, hidden = recorder.flight_ns("dp", ("all_reduce",))
+    flight, hidden = flight_ns(recorder, "dp", ("all_reduce",))
     assert 0 < hidden < flight or flight == 0 == layout[0] - 1
 
 

@@ -1,0 +1,77 @@
+"""The loss scale of float16, the only type whose steps are ever skipped."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from mpipar.config.run import RunConfig
+
+
+class Decision(NamedTuple):
+    """What becomes of a step.
+
+    update: its number among the updates: a skipped step uses up no warm-up. scale: of its backward
+    pass, None where nothing is scaled. skipped: whether the weights stay as they are, because
+    gradients overflowed.
+    """
+
+    update: int
+    scale: float | None
+    skipped: bool
+
+
+class LossScale:
+    """The factor of a float16 loss, without which most gradients would round to zero.
+
+    The smallest float16 number is 6e-8. The loss is multiplied by a power of two before the
+    backward pass, and the summed gradients are divided by it. If any rank finds a gradient that is
+    not finite, all ranks skip the step. Source: Micikevicius et al., arXiv 1710.03740; factors and
+    interval are those of PyTorch's GradScaler.
+
+    `value` halves after a step that overflowed and doubles after `interval` good ones. It is the
+    same on every rank, because `update` gets the same argument on all of them. dynamic: false for
+    types with the range of float32, whose scale stays 1. skipped: number of steps so far without an
+    update.
+    """
+
+    FIRST, INTERVAL = 2.0**16, 2000  # PyTorch's
+    SMALLEST = 1.0  # the scale is not to blame for gradients that still overflow at this value
+
+    def __init__(self, run: RunConfig):
+        self.dynamic = run.dtype == "float16"
+        self.value: float = (run.loss_scale or self.FIRST) if self.dynamic else 1.0
+        self.interval = self.INTERVAL
+        self.good = self.skipped = 0
+
+    def decide(self, step: int, norm: float) -> Decision:
+        """Return what becomes of a step with this gradient norm, and adapt the scale."""
+        overflow = not math.isfinite(norm)
+        shown = self.value if self.dynamic else None
+        decided = Decision(step - self.skipped, shown, overflow and self.can_skip())
+        self.update(overflow)
+        return decided
+
+    def update(self, overflow: bool) -> None:
+        """Adapt the scale. overflow: whether this step's gradients overflowed on any rank."""
+        if not self.dynamic:
+            return
+        if overflow:
+            self.value, self.good = self.value / 2, 0
+            self.skipped += 1
+            return
+        self.good += 1
+        if self.good == self.interval:
+            self.value, self.good = self.value * 2, 0
+
+    def state(self) -> dict[str, Any]:
+        """Return everything that later steps depend on, for a checkpoint."""
+        return {"value": self.value, "good": self.good, "skipped": self.skipped}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned."""
+        self.value, self.good, self.skipped = (state[name] for name in ("value", "good", "skipped"))
+
+    def can_skip(self) -> bool:
+        """Return whether a smaller scale could help a step whose gradients are not finite."""
+        return self.dynamic and self.value > self.SMALLEST
