@@ -25,9 +25,9 @@ SIZES = {
     f"--rank {NINES}": "must be a whole number",
 }
 COUNTS = {
-    "1f1b --num-microbatches 2147483647": "--num-microbatches 2147483647: must be at most 65,536",
-    "interleaved --chunks 2147483647": "--chunks 2147483647: must be at most 1,024",
-    "1f1b --pp 2147483647 --num-microbatches 1": "--pp 2147483647: must be at most 4,096",
+    "1f1b --num-microbatches 2147483647": "at most 262,144 forward passes",
+    "interleaved --chunks 2147483647": "at most 262,144 forward passes",
+    "1f1b --pp 2147483647 --num-microbatches 1": "at most 262,144 forward passes",
     "--compare --num-microbatches 2147483647": "must be at most 8,192",
     "1f1b --costs 1e999999999,1,1": "'1e999999999' is not a number of at most 9 digits",
     f"1f1b --costs {NINES},1,1": "is not a number of at most 9 digits",

@@ -9,8 +9,6 @@ Options of an axis that has one rank are legal, such as --sequence-parallel with
 one sends nothing, and so the same flags fit every layout.
 """
 
-from __future__ import annotations
-
 import math
 
 from mpipar.comm.grid import AXES, PIECES_PER_RANK

@@ -28,34 +28,21 @@ def _value_problems(config: Config) -> dict[str, str]:
 
 def config_problems(config: Config) -> list[str]:
     """Return everything wrong with the values themselves, whatever the number of ranks."""
-    return [
-        *_value_problems(config).values(),
-        *(rule.problem(values) for rule, values in broken_rules(config, None)),
-    ]
-
-
-def _default_microbatches(config: Config) -> int:
-    """Return the preset's number, or one if a single rank processes few tokens at once.
-
-    Microbatches serve pipelines and memory; each costs interpreter time.
-    """
-    preset, grid = PRESETS[config.run.preset], config.grid
-    tokens = (config.train.batch_size or preset["batch_size"]) * config.model.targets_per_row
-    return 1 if grid.num_ranks == 1 and tokens <= WHOLE_TOKENS else preset["num_microbatches"]
+    rules = [rule.problem(values) for rule, values in broken_rules(config, None)]
+    return [*_value_problems(config).values(), *rules]
 
 
 def _choose_batch(config: Config) -> tuple[Config, list[str]]:
     """Return the config with a batch size that replicas and microbatches divide, and notes."""
     preset, dp, num_mb = PRESETS[config.run.preset], config.grid.dp, config.grid.num_microbatches
-    unit, rows = dp * num_mb, config.train.batch_size
-    up = -(-(rows or preset["batch_size"]) // unit) * unit
-    notes = []
-    if rows is None and up != preset["batch_size"]:
-        notes.append(
-            f"batch size {preset['batch_size']} of preset {config.run.preset} rounded up"
-            f" to {up}, a multiple of dp {dp} * {counted(num_mb, 'microbatch')}"
-        )
-    return replace(config, train=replace(config.train, batch_size=up)), notes
+    usual = preset["batch_size"]
+    rows = config.train.batch_size or -(-usual // (dp * num_mb)) * dp * num_mb
+    note = (
+        f"batch size {usual} of preset {config.run.preset} rounded up to {rows}, a multiple of"
+        f" dp {dp} * {counted(num_mb, 'microbatch')}"
+    )
+    is_rounded = config.train.batch_size is None and rows != usual
+    return replace(config, train=replace(config.train, batch_size=rows)), [note] * is_rounded
 
 
 # If one of these is wrong, nothing is chosen, and the checks of other packages do not run: they
@@ -75,24 +62,20 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
     If no layout fits, axes that were not given are 1; those returned are then not judged. A guessed
     tp is judged, because what fails with 1 fails with any.
     """
-    model, given = config.model.completed(), config.grid
+    model, given, preset = config.model.completed(), config.grid, PRESETS[config.run.preset]
     axes = (given.dp, given.pp, given.tp)
     fitting = layout.matching(
         axes, world_size, model.layers, model.heads, model.whole_kv_heads, given.cp
     )
     dp, pp, tp = fitting[0] if fitting else [axis or 1 for axis in axes]
     method = given.cp_attention or ("ring" if given.cp > 1 else None)
-    config = replace(
-        config, model=model, grid=replace(given, dp=dp, pp=pp, tp=tp, cp_attention=method)
-    )
-    config = replace(
-        config,
-        grid=replace(
-            config.grid, num_microbatches=given.num_microbatches or _default_microbatches(config)
-        ),
-    )
+    grid = replace(given, dp=dp, pp=pp, tp=tp, cp_attention=method)
+    # Microbatches serve pipelines and memory; each costs interpreter time.
+    tokens = (config.train.batch_size or preset["batch_size"]) * model.targets_per_row
+    few = grid.num_ranks == 1 and tokens <= WHOLE_TOKENS
+    num_mb = given.num_microbatches or (1 if few else preset["num_microbatches"])
     guessed = set() if fitting else {axis for axis in ("dp", "pp") if getattr(given, axis) is None}
-    return config, guessed
+    return replace(config, model=model, grid=replace(grid, num_microbatches=num_mb)), guessed
 
 
 def broken_rules(
@@ -108,12 +91,8 @@ def broken_rules(
     further values that rules judge by, see `values_of`.
     """
     bad = {*_value_problems(config), *bad}
-    facts |= {
-        "ranks": world_size,
-        "free": frozenset(
-            axis for axis in ("dp", "pp", "tp") if getattr(config.grid, axis) is None
-        ),
-    }
+    free = frozenset(axis for axis in ("dp", "pp", "tp") if getattr(config.grid, axis) is None)
+    facts |= {"ranks": world_size, "free": free}
     is_open = world_size is None or bool(bad & FIRST)
     stages = [(False, values_of(config, **facts), bad | ({"ranks"} if is_open else set()))]
     if not is_open:
@@ -145,23 +124,17 @@ def resolve(
     """
     found, notes = _value_problems(config), []
     bad = {*found, *bad}
-    usage = [
-        *found.values(),
-        *(
-            rule.problem(values)
-            for rule, values in broken_rules(config, world_size, rules, bad, **facts)
-        ),
-    ]
+    rules_broken = broken_rules(config, world_size, rules, bad, **facts)
+    usage = [*found.values(), *(rule.problem(values) for rule, values in rules_broken)]
     errors = [*errors, *([UsageError(usage)] if usage else [])]
     if not bad & FIRST:
         config, notes = _choose_batch(_choose(config, world_size)[0])
         for check, error in checks:
             try:
-                texts = check(config)
+                if texts := check(config):
+                    raise error(texts)
             except UserError as raised:
                 errors.append(raised)
-            else:
-                errors += [error(texts)] if texts else []
     if errors:
         raise combine(errors)
     return config, notes

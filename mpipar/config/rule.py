@@ -1,7 +1,5 @@
 """A row of the table of combinations: what is illegal, why, and what to type instead."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -41,16 +39,9 @@ def values_of(config: Config, **facts) -> SimpleNamespace:
     facts: `ranks`, their number. free: the axes that were not given. csv: the schedule in the file
     of --schedule-csv. machine, chooses_layout: --machine, and whether --layout is auto.
     """
-    known = {
-        "ranks": None,
-        "free": frozenset(),
-        "csv": None,
-        "machine": None,
-        "chooses_layout": False,
-    }
-    return SimpleNamespace(
-        **in_force(config), **known | facts | {"axes_product": config.grid.num_ranks}
-    )
+    usual = {"ranks": None, "free": frozenset(), "csv": None, "machine": None}
+    usual |= {"chooses_layout": False, "axes_product": config.grid.num_ranks}
+    return SimpleNamespace(**in_force(config), **usual | facts)
 
 
 def broken_of(
@@ -76,17 +67,18 @@ def subject(names: tuple[str, ...], values: SimpleNamespace) -> str:
     """Return the settings of a rule with their values, without those that were not given."""
     told = {name: getattr(values, name) for name in names}
     ranks = told.pop("ranks", None)
-    given = [
+    first, *more = (
         named(name) if value is True else f"{named(name)} {typed(value)}"
         for name, value in told.items()
-        if value is not False and value not in (None, ())
-    ]
+        if value not in (None, (), False) or type(value) is int
+    )
     without = [named(name) for name, value in told.items() if value is False]
-    text = given[0] + (f" with {listed(given[1:])}" if given[1:] else "")
-    text += f" without {listed(without)}" if without else ""
-    return text + (f" on {counted(ranks, 'rank')}" if ranks else "")
+    parts = [first, f"with {listed(more)}" * bool(more), f"without {listed(without)}"]
+    parts[2] *= bool(without)
+    return " ".join(filter(None, [*parts, f"on {counted(ranks, 'rank')}" if ranks else ""]))
 
 
 def listed(words: list[str]) -> str:
     """Join words as in 'a, b and c'."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    *most, last = words or [""]
+    return f"{', '.join(most)} and {last}" if most else last

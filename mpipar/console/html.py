@@ -4,8 +4,6 @@ The folder page/ holds what every page has: page.html, base.css with the colours
 base.js.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from html import escape

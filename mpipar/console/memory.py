@@ -1,7 +1,5 @@
 """Measured memory of one rank, to print beside the prediction."""
 
-from __future__ import annotations
-
 import resource
 import tracemalloc
 

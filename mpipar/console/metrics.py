@@ -4,8 +4,6 @@ Ranks keep their own numbers and gather them only when lines are due, so measuri
 to a step.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

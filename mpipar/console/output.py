@@ -1,7 +1,5 @@
 """Output of a run: its log, files written on request, and files that grow with the run."""
 
-from __future__ import annotations
-
 import os
 import sys
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Both go to standard error. What else a process prints stands above the line, see `streams.above`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -1,7 +1,5 @@
 """A run's numbers by step, from metrics.jsonl and evaluations.jsonl: as a table and as curves."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

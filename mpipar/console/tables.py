@@ -1,7 +1,5 @@
 """The tables and lines that a training run prints, as plain text built from plain values."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 from mpipar import models

@@ -1,7 +1,5 @@
 """Event files for TensorBoard (the extra `tensorboard`): the numbers of metrics.jsonl as curves."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import time

@@ -1,7 +1,5 @@
 """A byte-bigram model, which sees only the previous byte: the baseline for a trained model."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mpipar.data.token_file import BLOCK

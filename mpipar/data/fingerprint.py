@@ -1,7 +1,5 @@
 """The fingerprint of data, which ensures that a resumed run reads the same data as before."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ same rows. Under context parallelism, each rank reads only its slices of every r
 of a microbatch, T tokens that a rank reads of each.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -8,8 +8,6 @@ in it, or only for those ending in .bin if it has any. A folder written by `mpip
 described by its dataset.json.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable
@@ -53,13 +51,10 @@ class Source:
     what: str
     tokenizer: str = ""
 
-    def validation(self) -> Source | None:
+    def validation(self) -> "Source | None":
         """Return the tokens that the data itself holds out, as a source; None if there are none."""
-        return (
-            None
-            if self.held_out is None
-            else Source(self.held_out, None, self.what, self.tokenizer)
-        )
+        held_out = Source(self.held_out, None, self.what, self.tokenizer)
+        return None if self.held_out is None else held_out
 
 
 def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) -> Source:

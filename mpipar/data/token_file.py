@@ -5,13 +5,11 @@ pass ids to the loss that have no row in the table. Each read therefore asks the
 bytes, and checks that they are there and that every id is below the vocabulary's size.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os
 from collections.abc import Sequence
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
 
@@ -52,7 +50,7 @@ class TokenFiles:
     def __len__(self):
         return sum(piece.last - piece.first for piece in self.pieces)
 
-    def __getitem__(self, part: slice) -> TokenFiles:
+    def __getitem__(self, part: slice) -> Self:
         first, last, step = part.indices(len(self))
         assert step == 1, part
         found, begin = [], 0

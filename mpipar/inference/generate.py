@@ -6,8 +6,6 @@ forward passes reads the prompts (prefill); each further round reads one token o
 Letters: B rows of a group, T new tokens in a round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ largest of these are the same on every layout. A draw is a pure function of them
 number of the prompt, position), so every layout draws the same text.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np
