@@ -10,13 +10,12 @@ import tomllib
 
 import pytest
 from config_helpers import reading_of
-from helpers import REPOSITORY, run_command, run_ranks
+from helpers import REPOSITORY, run_command
 from in_process import printed, refusal
 
 from mpipar import __version__, cli, errors
 from mpipar.checkpoint.params import all_params
 from mpipar.commands.command import Command
-from mpipar.config import flags
 from mpipar.config.sections import FIELDS, FLAGS
 from mpipar.config.setting import flag
 from mpipar.errors import DataError, UsageError
@@ -104,24 +103,6 @@ def test_help_all_of_a_command_lists_every_flag_with_its_reason(command):
     assert ("machine" in names) == (command in ("train", "explain"))
     assert "exit codes:" in text
     assert max(map(len, text.splitlines())) <= 100
-
-
-@pytest.mark.parametrize("command", CONFIGURED)
-def test_help_shows_the_usual_flags_and_names_help_all(command):
-    text, everything = printed(command, "--help"), printed(command, "--help-all")
-    names, all_names = listed(text), listed(everything)
-    assert len(names) == len(set(names)) <= 30
-    assert set(names) <= set(all_names)
-    assert "exit codes:" in text
-    hidden = set(all_names) - set(names)
-    assert text.endswith(f"\n\nmpipar {command} --help-all lists every flag.\n") == bool(hidden)
-    if command == "train":
-        usual = {flag(name)[2:] for _, _, members in flags.USUAL for name in members}
-        assert set(names) == usual | {"help", "help-all"}
-        assert {"cp", "seed", "preset", "layout", "trace"} <= usual
-        assert len(usual) <= 24
-    if command == "generate":
-        assert not hidden
 
 
 @pytest.mark.parametrize(("words", "refused_flags"), [
@@ -290,12 +271,6 @@ def test_all_mistakes_of_flags_and_a_file_at_once(tmp_path):
     assert [word for word in expected if word not in text] == [], text
 
 
-def test_help_under_a_launcher_is_printed_once():
-    result = run_ranks(3, [*MPIPAR, "train", "--help"], LIMIT)
-    assert (result.returncode, result.stderr) == (0, ""), result.tail()
-    assert result.stdout.count("usage: mpipar train") == 1
-
-
 @pytest.mark.parametrize("words", ["train --help", "--help", "explain", "schedule 1f1b", "doctor"])
 def test_reader_that_has_seen_enough_gets_no_error(words):
     """As in `mpipar explain | head`, but the reader leaves before anything is printed."""
@@ -338,17 +313,6 @@ def test_flags_that_contradict_the_weights_are_refused(weights):
     assert "--layers 4: contradicts" in str(caught.value)
     assert "where it is 3; leave --layers out" in str(caught.value)
     assert "--vocab-size 64: contradicts" in str(caught.value)
-
-
-def test_a_warning_that_can_come_is_legal():
-    for words in (
-        "--hang-warn 3 --hang-stop 3",
-        "--hang-warn 5 --hang-stop 0",
-        "--hang-warn 0 --hang-stop 3",
-        "--hang-stop 3",
-    ):
-        resolve(reading_of(*words.split()), 1)
-    assert "--hang-warn 700" in refused("train", "--hang-warn", "700")[0]
 
 
 def test_weights_that_are_not_there_are_bad_data(tmp_path):

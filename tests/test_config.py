@@ -16,7 +16,6 @@ from mpipar.config.sections import (
     FIELDS,
     SECTIONS,
     Config,
-    settings,
 )
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 
@@ -28,13 +27,6 @@ def usage_problems(config, world_size):
 
 
 # --- the fields themselves
-
-
-def test_every_field_says_what_it_is_and_has_a_flag_of_its_own():
-    names = [field.name for _, field, _ in settings(Config())]
-    assert len(names) == len(set(names))
-    for name, field in FIELDS.items():
-        assert len(field.metadata["help"]) > 10, name
 
 
 def test_a_name_means_the_same_in_every_section():

@@ -11,35 +11,6 @@ from program import CASES, LIMIT, PROGRAM, cells, environment, metrics, section
 from mpipar.console.tables import step_line
 from mpipar.run import training
 
-
-def test_console_shows_layout_and_who_holds_what(run_of):
-    """The ranks are in the order tp,cp,dp,pp, so those of a pipeline are neighbours."""
-    _, text = run_of((2, 2, 2))
-    lines = text.splitlines()
-    assert lines[0].startswith("8 ranks on 1 host: dp 2 x pp 2 x tp 2, schedule 1f1b, 2 stages")
-    assert "D 18, 6 heads, F 31, T 7, V 256, tied head; sgd, 8 rows per step" in lines[1]
-    rows = [cells(line) for line in section(text, "rank host")]
-    assert [row[0] for row in rows] == [*"01234567"]
-    assert [row[2] for row in rows] == [
-        f"pp{pp} dp{dp} tp{tp}" for tp in (0, 1) for dp in (0, 1) for pp in (0, 1)
-    ]
-    assert all(row[3].startswith("0: embedding, block") for row in rows[::2])
-    assert all(row[3].startswith("1: ") and row[3].endswith("head, loss") for row in rows[1::2])
-    assert [row[4][:3] for row in rows] == ["1/2"] * 4 + ["2/2"] * 4
-
-
-def test_console_shows_one_step_of_the_schedule(run_of):
-    _, text = run_of((2, 2, 2))
-    grid = section(text, "one step of 1f1b")
-    rows = [line for line in grid if line.startswith("worker ")]
-    assert len(rows) == 2
-    for row in rows:
-        for mb in range(4):
-            assert f"F{mb}" in row
-            assert f"B{mb}" in row
-    assert rows[1].split()[2].startswith("."), "the second worker waits for the first"
-
-
 STEP_LINE = re.compile(
     r"step (\d)/5 loss (\d\.\d{4}) norm \d\.\d{3} \d+ ms \S+ tok/s comm \d+% eta \d+:\d\d"
 )
@@ -79,17 +50,6 @@ def test_barrier_table_adds_up_to_the_metrics(layout, run_of):
     assert "step.norm" in names
     assert ("block*.ffn.down" in names) == (layout[2] > 1)
     assert ("grads.bucket" in names) == (layout[0] > 1)
-
-
-@pytest.mark.parametrize("layout", CASES, ids=str)
-def test_console_says_how_much_of_the_gradient_sum_was_hidden(layout, run_of):
-    _, text = run_of(layout)
-    line = [line for line in text.splitlines() if line.startswith("gradient all-reduce: ")]
-    assert len(line) == 1
-    if layout[0] > 1:
-        assert re.search(r"computed in \d+% of the time of flight$", line[0])
-    else:
-        assert "none (dp 1)" in line[0]
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)

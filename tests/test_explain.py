@@ -212,17 +212,6 @@ def test_the_worst_case_of_experts_has_all_rows_on_one_rank(dispatch, rank):
     assert loads == [[64, 64]]  # all 64 tokens pass both experts of the rank
 
 
-def test_words_about_experts_are_as_counted_by_hand():
-    config = of_experts(512, "all-to-all")
-    assert formulas.expert_rows(config) == (
-        "experts: 2 of 8 on a rank. It sends k(ep-1)/ep = 1.5 times its tokens in each of 2"
-        " exchanges of rows forward and 2 backward, of 7 calls for a block and a microbatch"
-    )
-    assert "sends ep-1 = 3 times" in formulas.expert_rows(of_experts(512, "all-gather"))
-    calls = predict(config, 0).recorder.totals("axis")["expert",].calls
-    assert calls == 7
-
-
 def test_explain_prints_the_worst_case_of_experts():
     text = printed("explain", "--preset", "moe-tiny", "--layout", "dp=2,ep=2")
     together = [float(one) for one in re.findall(r"together ([\d.]+) MiB", text)]
@@ -519,16 +508,6 @@ def test_mistakes_are_said(flags, message):
     assert_refused(2, [message], "explain", *flags)
 
 
-def test_the_notes_of_a_training_run_are_printed_here_too():
-    flags = ("--num-microbatches", 3)  # which do not divide the preset's 16 rows
-    notes = [
-        line
-        for line in printed("train", *flags, "--print-config").splitlines()
-        if line.startswith("# batch size 16 of preset tiny rounded up to 18")
-    ]
-    assert [f"# {line}" for line in printed("explain", *flags).splitlines()[:1]] == notes
-
-
 def test_all_ranks_shows_who_holds_what():
     small = ["--layout", "pp=2,tp=2", "--layers", 3, "--d-model", 16, "--heads", 2]
     lines = printed("explain", *small, "--all-ranks").splitlines()
@@ -573,11 +552,6 @@ def test_a_summary_has_totals_by_barrier_and_all_a_row_for_each_call():
     together = totals(printed("explain", *small, "--all-ranks", "--all"))
     assert together == sum((Counter(totals(text)) for text in alone), Counter())
     assert "a single rank waits for no other" in printed("explain", "--all-ranks", "--all")
-
-
-def test_the_summary_is_at_most_100_columns_wide():
-    text = printed("explain", "--layout", "dp=2,pp=2,tp=2")
-    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_a_rank_whose_stage_has_no_weights_is_explained_too():

@@ -11,7 +11,6 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from program import PROGRAM, environment
 from tokenizers_made import save_like_gpt2, save_tokenizer
 
 from mpipar import cli
-from mpipar.commands.data import tell
 from mpipar.data import prepare as prepare_module
 from mpipar.data.dataset import read_dataset
 from mpipar.data.source import load_source
@@ -360,16 +358,6 @@ def test_a_signal_leaves_nothing(tmp_path):
         process.kill()
         process.wait()
     assert not list(tmp_path.glob("out*"))
-
-
-def test_the_line_shows_how_far_each_pass_is():
-    line = SimpleNamespace(
-        n=0, total=None, set_description_str=lambda text, refresh: seen.append(text)
-    )
-    seen, line.update = [], lambda count: setattr(line, "n", line.n + count)
-    for work, done in (("learning", 5), ("learning", 10), ("encoding", 4)):
-        tell(line, work, done, 10)
-        assert (seen[-1], line.n, line.total) == (work, done, 10)
 
 
 # --- reading it back

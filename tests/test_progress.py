@@ -69,24 +69,6 @@ def shown(terminal):
     return [line.rstrip() for line in screen(terminal.getvalue())]
 
 
-def test_what_else_is_printed_stands_above_the_line(open_terminal):
-    terminal, log = open_terminal(), Log(0)
-    with at_once() as log.line:
-        log.status("loss 3.5")
-        log("a text")
-        assert [line[:9] for line in shown(terminal)] == ["a text", "train:  1"]
-        assert "1.00/9.00" in shown(terminal)[1]
-        assert "loss 3.5" in shown(terminal)[1]
-        warn("the disk is full")
-        log.status("loss 3.4")
-        assert shown(terminal)[1] == "mpipar: warning: the disk is full"
-        assert "2.00/9.00" in shown(terminal)[2]
-        log.step("step 2/9 | a line for the log", last=False)
-        assert len(shown(terminal)) == 3
-    log("after it")
-    assert shown(terminal) == ["a text", "mpipar: warning: the disk is full", "after it", ""]
-
-
 def test_the_emulator_sees_a_mangled_line(open_terminal):
     """The twin: what does not go through the log follows the line on its row."""
     terminal = open_terminal()

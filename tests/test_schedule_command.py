@@ -1,6 +1,5 @@
 """`mpipar schedule`: grid, symbols, figures compared with closed forms, files, mistakes."""
 
-import itertools
 import json
 import subprocess
 import sys
@@ -77,30 +76,6 @@ def test_symbols_in_time_order():
     assert "F_23^13" in wide
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(
-    ("p", "m"), [(2, 4), (4, 8), (8, 40), (12, 24), pytest.param(16, 200, marks=pytest.mark.slow)]
-)
-def test_a_grid_fits_in_100_columns(name, p, m):
-    """Every pass is named while there is room in a few panels, and the lines never get longer."""
-    timeline = simulate(make_schedule(name, p, m), Costs())
-    text = draw.grid(timeline)
-    assert max(map(len, text.splitlines())) <= 100
-    assert len(text.splitlines()) <= 6 * (p + 2)
-    if p == 2:
-        for row in draw.layout(timeline):
-            for cell in row:
-                assert f" {cell.text}" in text
-
-
-def test_costs_that_are_no_integers():
-    """Measured costs and latencies are rounded to columns; long idle time stays visible."""
-    costs = Costs(0.0131, 0.02, 0.0079, latency=0.004)
-    text = draw.grid(simulate(make_schedule("1f1b", 2, 3), costs))
-    assert text.splitlines()[1].startswith("worker 0 F0 F1 .")
-    assert max(map(len, text.splitlines())) <= 100
-
-
 def test_default_output_shows_closed_forms_beside_the_simulation(capsys):
     text = run("zb-h1 --pp 4 --num-microbatches 8", capsys)
     squeezed = [" ".join(line.split()) for line in text.splitlines()]
@@ -157,21 +132,6 @@ def test_compare(capsys):
     assert "looped-bfs 9" in " ".join(text.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "named", "not_named"),
-    [
-        ("naive --pp 3 --num-microbatches 1", ["F_k", "B_k", "B_l"], ["I_k", "F_k^s"]),
-        ("zb-v --pp 2 --num-microbatches 2", ["F_k", "I_k", "W_k", "F_k^s", "B_l"], ["B_k"]),
-        ("dualpipe-v --pp 2 --num-microbatches 4", ["F_k", "B_k", "F_k^s"], []),
-    ],
-)
-def test_symbols_are_explained_beside_the_textbooks(words, named, not_named, capsys):
-    text = run(f"{words} --symbols", capsys)
-    assert all(symbol in text for symbol in named)
-    assert not any(symbol in text for symbol in not_named)
-    assert "F_k" not in run(words, capsys)
-
-
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -193,59 +153,6 @@ def test_svg_has_every_pass_with_its_times(tmp_path, capsys):
     assert sorted(tips) == sorted(
         f"{cell.text}: {cell.start} to {cell.end}" for row in draw.layout(timeline) for cell in row
     )
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "zb-v --pp 4 --num-microbatches 16",
-        "naive --pp 12 --num-microbatches 1",
-        "interleaved --pp 4 --num-microbatches 8 --costs 1.3,0.7,0.9",
-        "1f1b --pp 2 --num-microbatches 1 --costs 0.001,0.0015,0.002",
-    ],
-)
-def test_svg_ticks_are_round_and_labels_do_not_touch(words, tmp_path, capsys):
-    elements, width = drawn(words, tmp_path / "picture.svg", capsys)
-    texts = [each for each in elements if each.tag == f"{SVG}text"]
-    ticks = [
-        (float(each.get("x")), each.text) for each in texts if each.get("text-anchor") == "middle"
-    ]
-    assert len(ticks) >= 3
-    assert all(len(text.rstrip("0").replace(".", "").strip("0")) <= 2 for _, text in ticks)
-    for (x, text), (after, _) in itertools.pairwise(ticks):
-        assert after - x >= 6 * (len(text) + 1)
-    assert all(float(each.get("x")) <= width for each in texts)
-    named = sum(each.get("class") == "pass-text" for each in texts)
-    assert named == sum(each.tag == f"{SVG}title" for each in elements) - 1  # one is the picture's
-
-
-def test_svg_legend_has_both_shades_only_where_both_are_drawn(tmp_path, capsys):
-    path = tmp_path / "picture.svg"
-    drawn("zb-v --pp 2 --num-microbatches 2", path, capsys)
-    assert "darker: later stages of a worker" in path.read_text()
-    drawn("1f1b --pp 2 --num-microbatches 2", path, capsys)
-    assert "darker" not in path.read_text()
-    assert "prefers-color-scheme: dark" in path.read_text()
-
-
-def test_a_moving_picture_hides_what_is_later_and_ends_whole(tmp_path, capsys):
-    still, _ = drawn("1f1b", tmp_path / "still.svg", capsys)
-    moving, width = drawn("1f1b --animate", tmp_path / "moving.svg", capsys)
-
-    def passes(elements):
-        return [each.attrib for each in elements if "pass" in each.get("class", "").split()]
-
-    (group,) = (each for each in moving if each.get("clip-path") == "url(#past)")
-    assert passes(group.iter()) == passes(still) == passes(moving) != []
-    past, line = (each for each in moving if each.tag.startswith(f"{SVG}animate"))
-    first, *_, last = map(float, past.get("values").split(";"))
-    ends = [float(each["x"]) + float(each["width"]) for each in passes(moving)]
-    starts = [float(each["x"]) for each in passes(moving)]
-    assert min(starts) == first < max(ends) <= last < width
-    assert float(line.get("values").split(";")[-1]) == last - first
-    for each in (past, line):
-        assert each.get("fill") == "freeze"
-        assert int(each.get("repeatCount")) < 10  # nothing moves for ever
 
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
@@ -296,12 +203,6 @@ def test_mistakes(words, expected, capsys):
     assert caught.value.exit_code == 2
     for text in expected:
         assert text in str(caught.value)
-
-
-def test_what_is_wrong_for_every_schedule_is_said_once(capsys):
-    with pytest.raises(UsageError) as caught:
-        run("--compare --pp 0 --chunks 0", capsys)
-    assert str(caught.value).count("--pp 0: must be at least 1") == 1
 
 
 def test_a_file_that_cannot_be_written(tmp_path, capsys):

@@ -7,7 +7,7 @@ from trace_cases import pipeline_trace, with_operations
 
 from bench.claims.measured import time_shares
 from mpipar.comm.record import Record, Span
-from mpipar.console.time_shares import crowded, share_facts, share_table
+from mpipar.console.time_shares import share_facts, share_table
 from mpipar.trace.analysis import Analysis
 
 
@@ -76,12 +76,6 @@ def test_steps_that_have_lost_records_do_not_count():
     ][1:]
     facts = share_facts(Past(spans, calls))
     assert facts == pytest.approx({"useful": 8e-3, "communication": 7e-3, "rest": 5e-3})
-
-
-def test_hosts_with_more_ranks_than_cores_are_named():
-    assert crowded(["a", "a", "b"], [2, 2, 1]) is None
-    assert crowded(["a", "a", "a", "b"], [2, 2, 2, 4]).startswith("3 ranks share 2 cores of a: ")
-    assert "2 ranks share 1 core of b" in crowded(["b", "b"], [1, 1])
 
 
 def test_shares_of_a_trace_add_to_one():
