@@ -217,6 +217,14 @@ def family(name: str) -> str:
     return re.sub(r"\d+", "*", name)
 
 
+class Families(dict[str, str]):
+    """The family of each name that was asked for: a trace has few names, and many records."""
+
+    def __missing__(self, name: str) -> str:
+        self[name] = family(name)
+        return self[name]
+
+
 def place(path: str, line: int) -> str:
     """Return file:line, with a short path for files of this package."""
     return f"{path.removeprefix(PACKAGE)}:{line}"

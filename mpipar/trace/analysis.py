@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
-from mpipar.comm.record import family
+from mpipar.comm.record import Families
 from mpipar.console.tables import nbytes
 from mpipar.trace import findings, pop, segments, waits
 from mpipar.trace.causes import Cause, Causes, Cost
@@ -112,10 +112,11 @@ def barrier_rows(analysis: Analysis) -> list[dict]:
     Numbers are per step and summed over ranks. last: the rank that others waited for most, and how
     often.
     """
+    families = Families()
 
     def key(call):
         record = call.record
-        return record.axis, family(record.name), record.operation
+        return record.axis, families[record.name], record.operation
 
     places: dict = {}
     for own in analysis.waits.calls:

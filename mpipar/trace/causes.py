@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpipar.comm.record import PASSES, family
+from mpipar.comm.record import PASSES, Families
 from mpipar.trace.segments import Segment
 from mpipar.trace.trace_file import Trace
 from mpipar.trace.waits import Call, Event, Waits
@@ -164,7 +164,7 @@ class Causes:
         self.ranks, self.waits, self.segments = trace.ranks, waits, segments
         self.starts = [[segment.start for segment in own] for own in segments]
         self.operation_starts = [[one.start_ns for one in rank.operations] for rank in trace.ranks]
-        self.meetings = Meetings(waits)
+        self.meetings, self.families = Meetings(waits), Families()
         # By the id of a call: {cause: nanoseconds}, and the earlier wait that explains it best.
         self.parts: dict[int, Counter] = {}
         self.before: dict[int, Call | None] = {}
@@ -185,7 +185,7 @@ class Causes:
                     cost.wait_ns += length
                     cost.by_rank[call.rank] += length
                     cost.by_step[record.step] += length
-                    cost.by_barrier[record.axis, family(record.name)] += length
+                    cost.by_barrier[record.axis, self.families[record.name]] += length
         order = sorted(found, key=lambda cause: -found[cause].wait_ns)
         return {cause: found[cause] for cause in order}
 
@@ -246,7 +246,7 @@ class Causes:
                     work["waiting", (cause.kind, cause.what)][cause] += length * share
             elif kind == "transfer" and (span is None or span.kind != "save"):
                 ranks = call.event.ranks if call.event else (rank,)
-                what = f"transfer of {family(call.record.name)} ({call.record.axis})"
+                what = f"transfer of {self.families[call.record.name]} ({call.record.axis})"
                 work[kind, what][Cause(kind, ranks, what)] += segment.length
             elif kind in PASSES:
                 self._passing(rank, segment, work)
@@ -272,7 +272,7 @@ class Causes:
             until = min(one.end_ns, segment.end)
             if until > now:
                 named = f"{words}, {one.layer}" if one.layer else words
-                detail = segment.kind, family(one.layer)
+                detail = segment.kind, self.families[one.layer]
                 work["compute", detail][Cause("compute", (rank,), named)] += until - now
                 now = until
         if segment.end > now:

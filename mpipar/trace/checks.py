@@ -1,6 +1,7 @@
-"""Validates a trace's files: types, ranges and counts, before anything is computed from them.
+"""What a trace's files hold, as dataclasses, and the checks of what all ranks rely on.
 
-A trace may come from anywhere. Each function raises a ValueError that says what is wrong.
+A trace may come from anywhere. Each function raises a ValueError that says what is wrong. What
+contradicts itself further down is found by what reads it: see `contradictions_are_data_errors`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import NamedTuple
 from mpipar.comm.grid import AXES
 from mpipar.comm.record import Record, Span
 from mpipar.config.model import ModelConfig
-from mpipar.config.sections import FIELDS
-from mpipar.config.setting import value_problem
 from mpipar.errors import UserError
 from mpipar.files.text import shown
 from mpipar.files.typed import built
@@ -51,16 +50,30 @@ class Load(NamedTuple):
 
 MOST_RANKS = 1 << 17
 LATEST = 1 << 62  # ns; differences of times still fit into 64 bits
-# By the letter that begins a line after the head: what the line holds, and the types of its values.
-# `site` and `cut` of a record are indices into the head's list of sites.
-LINES = {
-    "r": (
-        Record,
-        (int, int, int, str, str, str, int, int, int, int, int, str, int, int, int, str, int, int),
+
+
+class Line(NamedTuple):
+    """What a line after the head holds. types: of its values. times: which of them are times."""
+
+    kind: type
+    types: tuple[type, ...]
+    times: tuple[int, ...]
+
+
+def line_of(kind, *types: type) -> Line:
+    """Return the Line of a NamedTuple; its fields that end with _ns are times."""
+    names = enumerate(kind._fields)
+    return Line(kind, types, tuple(place for place, name in names if name.endswith("_ns")))
+
+
+WHERE = (int, int, int, int)
+LINES = {  # by the letter that begins a line; `site` and `cut` of a record are indices of sites
+    "r": line_of(
+        Record, int, int, int, str, str, str, *WHERE, int, str, int, int, int, str, *WHERE[:2]
     ),
-    "s": (Span, (str, int, int, int, int, int)),
-    "o": (LayerOperation, (str, str, int, int, int, int, int, str)),
-    "e": (Load, (str, int, int, int, int, list)),
+    "s": line_of(Span, str, int, *WHERE),
+    "o": line_of(LayerOperation, str, str, int, *WHERE, str),
+    "e": line_of(Load, str, *WHERE, list),
 }
 
 
@@ -185,11 +198,6 @@ def check_meta(value: dict) -> Schedule:
     if not isinstance(shape, dict):
         raise ValueError("it has no 'model'")
     sized = entries(ModelConfig, shape)
-    for name in ModelConfig.__dataclass_fields__:
-        one = getattr(sized, name)
-        for number in one if isinstance(one, tuple) else (one,):
-            if number is not None and (text := value_problem(name, FIELDS[name].metadata, number)):
-                raise ValueError(text.removeprefix("--"))
     if (
         schedule.pp_size != sizes["pp"]
         or len(meta.stages) != schedule.num_stages
@@ -198,13 +206,6 @@ def check_meta(value: dict) -> Schedule:
         or sum(meta.stage_layers) != sized.layers
     ):
         raise ValueError("its stages do not match its schedule and model")
-    owners = meta.clock.owners
-    if (
-        len(owners) != meta.world_size
-        or not all(owner == 0 or str(owner) in meta.clock.before for owner in owners)
-        or any(name not in map(str, owners) for name in (*meta.clock.before, *meta.clock.after))
-    ):
-        raise ValueError("clock: some ranks have none")
     return schedule
 
 
@@ -231,44 +232,3 @@ def check_head(value: dict, num_stages: int, world_size: int) -> RankTrace:
         ):
             raise ValueError(f"groups.{name}: not a group of rank {head.world_rank}")
     return head
-
-
-class LineCheck:
-    """Checks the lines that follow the head of a rank's file, and converts their values."""
-
-    def __init__(self, head: RankTrace, num_stages: int):
-        self.head, self.num_stages = head, num_stages
-        self.steps = {step for step, *_ in head.steps}
-
-    def __call__(self, letter: str, values: list):
-        """Return the record (with its call sites as text), span, operation or load of a line."""
-        kind, types = LINES.get(letter, (None, None))
-        if tuple(map(type, values)) != types:
-            raise ValueError(f"{shown([letter, *values])} is not a line of a trace")
-        for one in [*values[:-1], *values[-1]] if kind is Load else values:
-            if not (
-                one.isprintable() if type(one) is str else type(one) is int and -1 <= one < LATEST
-            ):
-                raise ValueError(f"{shown(one)} in {shown([letter, *values])}")
-        found = kind(*values)
-        if kind is not LayerOperation and (
-            found.step not in self.steps or found.stage >= self.num_stages
-        ):
-            raise ValueError(f"step {found.step}, stage {found.stage}: not of this trace")
-        if kind is Record:
-            return self._record(found)
-        if kind is Load and min(found.first, *found.rows, 0) < 0:
-            raise ValueError(f"{shown(values)}: a negative number in a load")
-        if kind is not Load and not 0 <= found.start_ns <= found.end_ns:
-            raise ValueError("a span that ends before it begins")
-        return found
-
-    def _record(self, found: Record) -> Record:
-        sites, group = self.head.sites, self.head.groups.get(found.axis)
-        if group is None or not -1 <= found.peer < len(group):
-            raise ValueError(f"a record of axis {shown(found.axis)} and peer {found.peer}")
-        if not (found.posted_ns <= found.done_ns >= found.waited_ns or not found.done_ns):
-            raise ValueError("a record that ends before it begins")
-        if not (0 <= found.site < len(sites) and 0 <= found.cut < len(sites)):
-            raise ValueError("a record without a place in the source")
-        return found._replace(site=sites[found.site], cut=sites[found.cut])

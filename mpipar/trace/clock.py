@@ -116,6 +116,12 @@ class CommonClock:
         ahead = before.offset_ns + self.drift(owner) * (local_ns - before.local_ns)
         return local_ns - round(ahead)
 
+    def since(self, first: int, world_rank: int) -> Callable[[int], int]:
+        """Return the function from a rank's time to the time since `first` on the common clock."""
+        if self.owners[world_rank] == 0:
+            return lambda local_ns: local_ns - first
+        return lambda local_ns: self.common_ns(world_rank, local_ns) - first
+
     def drift(self, world_rank: int) -> float:
         """Return the nanoseconds that the rank's clock gains per nanosecond."""
         owner = self.owners[world_rank]

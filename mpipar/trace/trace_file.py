@@ -14,6 +14,7 @@ import json
 import math
 import os
 import traceback
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ from mpipar.pipeline.instructions import Schedule
 from mpipar.trace.checks import (
     LINES,
     LayerOperation,
-    LineCheck,
     Load,
     RankTrace,
     ScheduleFacts,
@@ -44,12 +44,10 @@ from mpipar.trace.clock import CommonClock
 SCHEMA = 4
 METRICS = "metrics.jsonl"  # of a run folder
 META = "trace/meta.json"  # also there: what the files of all ranks have in common
-TIMES = {
-    kind: [name for name in kind._fields if name.endswith("_ns")] for kind, _ in LINES.values()
-}
+DONE = Record._fields.index("done_ns")
 LEAST_CORE_WAIT = 0.1  # of the traced time, to be reported
 
-MOST_META, MOST_LINE = 64 << 20, 16 << 20  # bytes
+MOST_META = 64 << 20  # bytes
 MOST_NAMED = 8  # files in a message
 MIXED = "the files of trace/ must come from one run"
 HOW_TO = "record one with: mpipar train --trace 10:12 --out FOLDER"
@@ -249,7 +247,8 @@ def read(folder: str | Path) -> Trace:
             f"{folder / 'trace'}: {', '.join(missing[:MOST_NAMED])}{more} missing of"
             f" {len(paths)} ranks; {_why_missing(folder)}"
         )
-    ranks = [_read_rank(folder, grid, len(meta["stages"])) for grid in grids]
+    read = [_read_head(folder, grid, len(meta["stages"])) for grid in grids]
+    ranks = [rank for rank, _ in read]
     others = [
         path.name
         for path, rank in zip(paths, ranks, strict=True)
@@ -264,7 +263,10 @@ def read(folder: str | Path) -> Trace:
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")
-    to_common_clock(ranks, clock)
+    with contradictions_are_data_errors(folder):
+        first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
+        for path, (rank, lines) in zip(paths, read, strict=True):
+            _fill(path, rank, lines, clock.since(first, rank.world_rank))
     return Trace(folder, meta, ranks, clock, _read_metrics(folder))
 
 
@@ -306,28 +308,19 @@ def _checked(path: Path, head) -> dict:
     return head
 
 
-def _read_rank(folder: Path, grid: Grid, num_stages: int) -> RankTrace:
-    """Return one rank's file, with the times of its own clock."""
-    name, number = rank_name(grid.world_rank), 0
-    path = folder / name
+def _read_head(folder: Path, grid: Grid, num_stages: int) -> tuple[RankTrace, str]:
+    """Return what the head of one rank's file says, and the text of its other lines."""
+    path = folder / rank_name(grid.world_rank)
     try:
-        with open_regular(name, folder) as file:
-            lines = _lines(file)
-            trace = check_head(_checked(path, next(lines, None)), num_stages, grid.world_size)
-            number, check, found = 1, LineCheck(trace, num_stages), trace.by_letter()
-            end = trace.end if trace.steps else 0
-            for letter, *values in lines:
-                entry = check(letter, values)
-                if letter == "r" and not entry.done_ns:  # the rank failed in it, or before its wait
-                    entry = entry._replace(waited_ns=entry.waited_ns or end, done_ns=end)
-                found[letter].append(entry)
-                number += 1
+        with open_regular(rank_name(grid.world_rank), folder) as file:
+            head, _, lines = file.read().decode().partition("\n")
+        trace = check_head(_checked(path, parse_json(head)), num_stages, grid.world_size)
     except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}, line 1: not a trace: {brief(str(error), 300)}") from None
+    if (count := lines.count("\n")) != trace.lines:
         raise DataError(
-            f"{path}, line {number + 1}: not a trace: {brief(str(error), 300)}"
-        ) from None
-    if number != 1 + trace.lines:
-        raise DataError(f"{path}: {number} lines of {1 + trace.lines}: was it copied only in part?")
+            f"{path}: {1 + count} lines of {1 + trace.lines}: was it copied only in part?"
+        )
     if not trace.steps:
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
     if trace.world_rank != grid.world_rank or any(
@@ -338,22 +331,30 @@ def _read_rank(folder: Path, grid: Grid, num_stages: int) -> RankTrace:
             f"{path}: not of rank {grid.world_rank} ({grid.describe()}) in the layout"
             f" of meta.json: {MIXED}"
         )
-    return trace
+    return trace, lines
 
 
-def to_common_clock(ranks: list[RankTrace], clock: CommonClock) -> None:
-    """Translate the times of all ranks to the common clock, with the first start at zero."""
-    first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
-    for rank in ranks:
-
-        def move(time: int, world_rank: int = rank.world_rank) -> int:
-            return clock.common_ns(world_rank, time) - first
-
-        rank.steps = tuple((step, move(start), move(end)) for step, start, end in rank.steps)
-        for entries in rank.by_letter().values():
-            for place, entry in enumerate(entries):
-                moved = {name: move(getattr(entry, name)) for name in TIMES[type(entry)]}
-                entries[place] = entry._replace(**moved)
+def _fill(path: Path, trace: RankTrace, lines: str, move: Callable[[int], int]) -> None:
+    """Add what the lines after the head say to a rank's trace. move: translates its times."""
+    entries, values, end = trace.by_letter(), [], trace.end
+    try:
+        if "\\" in lines:
+            raise ValueError("an escape, which no line of a trace has")
+        for letter, *values in decode_json(f"[{','.join(lines.splitlines())}]"):
+            kind, types, times = LINES[letter]
+            if (*map(type, values),) != types:
+                raise ValueError("not a line of a trace")
+            if kind is Record and not values[DONE]:  # the rank failed in it, or before its wait
+                values[DONE - 1 : DONE + 1] = values[DONE - 1] or end, end
+            for place in times:
+                values[place] = move(values[place])
+            if kind is Record:
+                values[-2:] = (trace.sites[site] for site in values[-2:])
+            entries[letter].append(kind(*values))
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        what = f"{brief(str(error), 300)}: {shown(values)}"
+        raise DataError(f"{path}: not a trace: {what}") from None
+    trace.steps = tuple((step, move(start), move(end)) for step, start, end in trace.steps)
 
 
 @contextmanager
@@ -380,19 +381,6 @@ def contradictions_are_data_errors(*folders: str | Path):
             f" {type(error).__name__} {brief(str(error))} at"
             f" {Path(at.filename).name}:{at.lineno}; {HOW_TO}"
         ) from error
-
-
-def _lines(file):
-    """Yield the values of the lines of an open file; a ValueError says what is wrong with one.
-
-    The head is checked as any JSON; of the many lines after it `LineCheck` checks every value.
-    """
-    parse = parse_json
-    while line := file.readline(MOST_LINE):
-        if len(line) == MOST_LINE:
-            raise ValueError(f"is longer than {MOST_LINE:,} bytes")
-        yield parse(line.decode())
-        parse = decode_json
 
 
 def _read_metrics(folder: Path) -> list[dict]:
