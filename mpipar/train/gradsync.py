@@ -24,6 +24,7 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.layers.flat import FlatParams
 from mpipar.models.stage import LayerRun
+from mpipar.ops.signature import Array
 
 Flat = TypeVar("Flat", bound=FlatParams)
 
@@ -56,11 +57,11 @@ class GradSync(Generic[Flat]):
     def start(self, stage: int) -> None:
         """Post the sums of a stage's finished gradients that have not been posted yet.
 
-        Comm: that of `start_unit`, for each unit that has not been started.
+        Comm: that of `end_unit`, for each unit that has not been started.
         """
         for unit in dict.fromkeys(unit for flat in self.flats_of[stage] for unit in flat.units):
             if (stage, unit) not in self.started:
-                self.start_unit(stage, unit)
+                self.end_unit(stage, unit, last=True)
 
     def begin_unit(self, stage: int, unit: int) -> None:
         """Prepare for a pass that computes weight gradients of a unit."""
@@ -68,32 +69,27 @@ class GradSync(Generic[Flat]):
     def end_unit(self, stage: int, unit: int, last: bool) -> None:
         """Finish a pass that computed weight gradients of a unit. last: whether it was the last.
 
-        Comm: that of `start_unit` after the last pass, when the unit's gradients are complete.
-        """
-        if last:
-            self.start_unit(stage, unit)
-
-    def start_unit(self, stage: int, unit: int) -> None:
-        """Post the buckets of a unit's finished gradients.
-
         All ranks of the data group run the same passes, so they post the same buckets in the same
         order.
-        Comm: that of `post`.
+        Comm: after the last pass, when the gradients are complete, one all_reduce per bucket.
         """
+        if not last:
+            return
         self.started.add((stage, unit))
         with self.recorder.at("sync"):
             for flat in self.flats_of[stage]:
-                if len(flat.groups) == 1 and unit in flat.units:
-                    self.post(flat, unit)
+                data = self.comms[flat.groups[-1]]
+                for bucket in self.buckets(flat, unit):
+                    self.pending.append(data.iall_reduce(bucket, "grads.bucket"))
 
-    def post(self, flat: Flat, unit: int) -> None:
-        """Post a unit's sums over the data group. Comm: one all_reduce per bucket."""
-        run, data = flat.units[unit], self.comms[flat.groups[-1]]
-        if data.size == 1:
-            return
-        for first in range(run.start, run.stop, self.bucket):
-            piece = flat.grad[first : min(first + self.bucket, run.stop)]
-            self.pending.append(data.iall_reduce(piece, "grads.bucket"))
+    def buckets(self, flat: Flat, unit: int) -> list[Array]:
+        """Return the parts of a unit's gradients that are summed as soon as they are complete."""
+        alone = self.comms[flat.groups[-1]].size == 1
+        if alone or len(flat.groups) > 1 or unit not in flat.units:
+            return []
+        run = flat.units[unit]
+        firsts = range(run.start, run.stop, self.bucket)
+        return [flat.grad[first : min(first + self.bucket, run.stop)] for first in firsts]
 
     def post_late(self, flat: Flat) -> None:
         """Post a buffer's sums over the data group after all others. Comm: one all_reduce."""

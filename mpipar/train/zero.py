@@ -177,13 +177,17 @@ class ScatterSync(GradSync[ShardedFlatParams]):
         """Return True: no two ranks of the data group have the same piece."""
         return True
 
-    def post(self, flat: ShardedFlatParams, unit: int) -> None:
-        """Post a unit's sums over the data group. Comm: one reduce_scatter per segment."""
-        self.pending += [
-            self.scatter(flat, flat.grad[segment.run], "grads.bucket")
-            for segment in flat.segments
-            if segment.unit == unit
-        ]
+    def end_unit(self, stage: int, unit: int, last: bool) -> None:
+        """Finish a pass. Comm: after the last one, one reduce_scatter per segment of the unit."""
+        if not last:
+            return
+        self.started.add((stage, unit))
+        with self.recorder.at("sync"):
+            for flat in self.flats_of[stage]:
+                for segment in flat.segments if len(flat.groups) == 1 else ():
+                    if segment.unit == unit:
+                        grad = flat.grad[segment.run]
+                        self.pending.append(self.scatter(flat, grad, "grads.bucket"))
 
     def scatter(self, flat: ShardedFlatParams, grad: Array, name: str) -> Pending:
         """Post the sum of a segment of gradients. Comm: one reduce_scatter over the data group."""
@@ -227,7 +231,7 @@ class PieceSync(ScatterSync):
                 pending = self.scatter(flat, part, f"{flat.title(number)}.scatter")
                 self.scattered.append((pending, flat, number))
 
-    def post(self, flat: ShardedFlatParams, unit: int) -> None:
+    def start(self, stage: int) -> None:
         """Do nothing: every pass has already posted what it computed."""
 
     def post_late(self, flat: ShardedFlatParams) -> None:

@@ -74,7 +74,7 @@ def summed_early():
 
     def enter(self, unit):
         if self.passing in self.last_passes:
-            self.gradsync.start_unit(self.passing.stage, unit)
+            self.gradsync.end_unit(self.passing.stage, unit, True)
 
     return replaced(Engine, enter=enter, leave=lambda self, unit: None)
 
@@ -224,23 +224,20 @@ def wiped(plain, self, instr):
     plain(self, instr)
 
 
-@in_place_of(GradSync, "post")
-def buckets_crossed(_, self, flat, unit):
+@in_place_of(GradSync, "buckets")
+def buckets_crossed(plain, self, flat, unit):
     """Let the second rank sum the first two buckets of a unit in the other order."""
-    run, data = flat.units[unit], self.comms[flat.groups[-1]]
-    firsts = list(range(run.start, run.stop, self.bucket))
-    if data.index == 1 and len(firsts) > 2:
-        firsts[:2] = firsts[1::-1]
-    for first in firsts:
-        piece = flat.grad[first : min(first + self.bucket, run.stop)]
-        self.pending.append(data.iall_reduce(piece, "grads.bucket"))
+    found = plain(self, flat, unit)
+    if self.comms[flat.groups[-1]].index == 1 and len(found) > 2:
+        found[:2] = found[1::-1]
+    return found
 
 
-@in_place_of(GradSync, "post")
+@in_place_of(GradSync, "buckets")
 def unit_left_out(plain, self, flat, unit):
     """Let the second rank skip a block, and sum no gradients of it."""
-    if unit != 1 or self.comms[flat.groups[-1]].index == 0:
-        plain(self, flat, unit)
+    skips = unit == 1 and self.comms[flat.groups[-1]].index > 0
+    return [] if skips else plain(self, flat, unit)
 
 
 TWINS = {
