@@ -294,8 +294,12 @@ class ArrayOps:
         """
         y = self.xp.empty((len(x), w.shape[2]), x.dtype)
         for expert, rows in _groups(counts, x):
-            y[rows] = self.matmul(x[rows], w[expert])
+            self._multiply(x[rows], w[expert], y[rows])
         return y
+
+    def _multiply(self, x: Array, w: Array, out: Array) -> None:
+        """Write x w of x (R, K) and w (K, M) to out (R, M)."""
+        out[...] = self.matmul(x, w)
 
     @shapes("x[RM] w[EKM] counts -> y[RK]")
     def grouped_matmul_nt(self, x: Array, w: Array, counts: Sequence[int]) -> Array:

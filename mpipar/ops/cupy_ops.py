@@ -74,6 +74,9 @@ class CupyOps(ArrayOps):
         self._gemm(as_rows(x), w, as_rows(y))
         return y
 
+    def _multiply(self, x: Array, w: Array, out: Array) -> None:
+        self._gemm(x, w, out)
+
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view."""
         self._gemm(as_rows(x).T, as_rows(y), out, accumulate=True)

@@ -223,6 +223,12 @@ class NumpyOps(ArrayOps):
         rows = as_rows(x)
         return _product(rows, w).reshape(*x.shape[:-1], w.shape[1])
 
+    def _multiply(self, x: Array, w: Array, out: Array) -> None:
+        if 1 < len(x) <= FEW_ROWS:
+            super()._multiply(x, w, out)
+        else:
+            np.matmul(x, w, out=out)
+
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add x^T y to out: (..., K) and (..., M) give (K, M); out may be a transposed view.
 
