@@ -149,11 +149,3 @@ def test_a_stopped_run_has_both_and_goes_on_in_them(here):
     assert pages[0]["curves"][:3] == pages[1]["curves"][:3]
     assert "held-out loss" in pages[0]["log"]
     assert dict(pages[0]["tables"][1]["rows"])["command"].startswith("mpipar train --resume auto")
-
-
-@pytest.mark.slow
-def test_a_run_that_diverges_has_its_curve(here):
-    words = "--steps 50 --out run --lr 1e30 --clip 0 --warmup-steps 0 --optimizer sgd".split()
-    train(here, *TINY[:-6], *words, code=79)
-    data = data_of((here / "run" / "report.html").read_text())
-    assert data["state"].startswith("failed in step ")

@@ -287,19 +287,15 @@ class Saver:
 
     def _commit_files(self, flight: Flight, facts: list[dict]) -> str:
         """Write the manifest and rename the folder; return why that failed, or "". Rank 0 only."""
-        partial = self.partial
+        partial, numbered = self.partial, [*enumerate(facts)]
+        files = {
+            pieces_file(number): File(fact["bytes"], fact["sha256"])
+            for number, fact in numbered
+            if "error" not in fact
+        }
+        failed = [f"rank {number}: {fact['error']}" for number, fact in numbered if "error" in fact]
+        failed += file_problems(partial, files)  # as when hosts do not share the folder
         try:
-            failed = [
-                f"rank {number}: {fact['error']}"
-                for number, fact in enumerate(facts)
-                if "error" in fact
-            ]
-            if not failed:
-                files = {
-                    pieces_file(number): File(fact["bytes"], fact["sha256"])
-                    for number, fact in enumerate(facts)
-                }
-                failed = file_problems(partial, files)  # as when hosts do not share the folder
             if not failed:
                 text = self._manifest(flight, files).text()
                 write_new(partial / NAME, [text.encode()])
