@@ -53,7 +53,8 @@ class Program:
         takes_words: bool = False,
         kept: str = "",
     ):
-        self.name, self.measure, self.together = f"bench.{name}", measure, together
+        self.name = name if name.startswith("tests.") else f"bench.{name}"
+        self.measure, self.together = measure, together
         self.takes_words, self.kept = takes_words, kept
         self.check, self.parser = (
             check,

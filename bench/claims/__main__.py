@@ -8,8 +8,6 @@
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
     mpiexec -n 4 python -m bench.claims sharing [--json FILE]   # recomputation, ZeRO: their price
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
-    mpiexec -n 2 python -m bench.claims shipped [--json FILE]   # published bugs, and who sees them
-    mpiexec -n 2 python -m bench.claims curves [--json FILE]    # loss curves of bugs of experts
     mpiexec -n 4 python -m bench.claims moe [--json FILE]       # experts by ep and routing
 
 Barriers and memory come from the shapes-only run, which tests prove equal to the records of real
@@ -18,7 +16,7 @@ runs. Hybrids, limit, moe, and the times of sharing are real training steps.
 
 from __future__ import annotations
 
-from bench.claims import computed, measured, shipped
+from bench.claims import computed, measured
 from bench.claims.computed import MODEL
 from bench.program import Outcome, Program
 
@@ -29,11 +27,9 @@ COMPUTED = {
     "context": computed.context,
     "scaling": computed.scaling,
 }
-MEASURED = measured.TABLES | {"shipped": shipped.shipped, "curves": shipped.curves}
 FACTS = {
     "limit": measured.TOO_LARGE,
     "moe": measured.EXPERTS,
-    **dict.fromkeys(("shipped", "curves"), shipped.MODEL | shipped.TRAINING),
 }
 
 
@@ -41,7 +37,7 @@ def make_table(args, session) -> Outcome | int:
     """Measure or compute the table that the first word names."""
     if args.table in COMPUTED:
         rows = COMPUTED[args.table]()
-    elif (rows := MEASURED[args.table](session.world)) is None:
+    elif (rows := measured.TABLES[args.table](session.world)) is None:
         return 0
     facts = FACTS.get(args.table, {"rows_per_step": 16, "microbatches": 8, **MODEL})
     return Outcome(rows, facts, variant=args.table)
@@ -51,6 +47,6 @@ main = Program(
     "claims",
     __doc__,
     make_table,
-    together=lambda args: args.table in MEASURED,
-    add=lambda parser: parser.add_argument("table", choices=(*COMPUTED, *MEASURED)),
+    together=lambda args: args.table in measured.TABLES,
+    add=lambda parser: parser.add_argument("table", choices=(*COMPUTED, *measured.TABLES)),
 ).started(__name__)

@@ -11,15 +11,14 @@ import pytest
 from small_model import WORLD
 
 from bench import results
-from bench.claims import shipped
 from bench.claims.computed import layout_name
 from mpipar.errors import HangError
-from tests.twins import small_model
+from tests.twins import shipped, small_model
 from tests.twins.planted import DP, PP, TP
 
 pytestmark = pytest.mark.ranks(2)
 CASES = list(shipped.cases())
-FILE = results.ROOT / "bench" / "results" / "claims_shipped.json"
+FILE = results.ROOT / "bench" / "results" / "twins_shipped.json"
 ROWS = {(row["twin"], row["layout"]): row for row in json.loads(FILE.read_text())["rows"]}
 OF_TIMING = {"aliased buffer", "summed early"}  # their errors depend on when a message arrives
 STEPS = 3

@@ -1,6 +1,6 @@
 """Whole lives over combinations of choices: each has the numbers and the text of one plain rank.
 
-The broken twins plant a fault into the lives, but not into their truths. See bench/combinations.
+The broken twins plant a fault into the lives, but not into their truths. See tests/lives.
 """
 
 from contextlib import contextmanager
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 import pytest
 from small_model import WORLD, called, plant
 
-from bench.combinations import kept
-from bench.combinations.life import live_all
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.data import rows
 from mpipar.layers.recompute import Recomputed
 from mpipar.layers.stash import Stash
 from mpipar.run import training
 from mpipar.train import worker
+from tests.lives import kept
+from tests.lives.life import live_all
 
-EACH = 3  # every third case of all pairs lives here; python -m bench.combinations runs them all
+EACH = 3  # every third case of all pairs lives here
 PARTS = 8  # of these, each well below the limit of a test, also where others take the cores
 
 

@@ -20,25 +20,6 @@ from unittest import mock
 
 import numpy as np
 
-from bench.combinations.choices import (
-    BASE,
-    CHOICES,
-    LATER,
-    STEPS,
-    Case,
-    ranks_of,
-    settings_of,
-    words_of,
-)
-from bench.combinations.truth import (
-    NUMBERS,
-    Truth,
-    data_of,
-    start_of,
-    truth_of,
-    weights_in,
-    write_data,
-)
 from mpipar import cli
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.launcher import Launcher
@@ -52,6 +33,25 @@ from mpipar.job.session import AgreedError, Session
 from mpipar.run.resolve import resolve
 from mpipar.run.resume import FIXED, resumed
 from mpipar.train.worker import Worker
+from tests.lives.choices import (
+    BASE,
+    CHOICES,
+    LATER,
+    STEPS,
+    Case,
+    ranks_of,
+    settings_of,
+    words_of,
+)
+from tests.lives.truth import (
+    NUMBERS,
+    Truth,
+    data_of,
+    start_of,
+    truth_of,
+    weights_in,
+    write_data,
+)
 
 # What a resumed run may choose differently.
 FREE = [name for name in CHOICES if name not in {*NUMBERS, *FIXED, "init_from", "resume"}]

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from bench.combinations.choices import LATER, STEPS, Case, settings_of
 from mpipar.checkpoint import formats
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.params import all_params
@@ -27,6 +26,7 @@ from mpipar.inference.sampling import Sampling, best, draw
 from mpipar.run.inputs import prepare
 from mpipar.train.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker
+from tests.lives.choices import LATER, STEPS, Case, settings_of
 
 NUMBERS = (  # the choices that determine the numbers; all others leave them as they are
     "arch",

@@ -1,6 +1,6 @@
 """The covering arrays, stored in cases.json because finding them takes a minute.
 
-    python -m bench.combinations.kept
+    python -m tests.lives.kept
 
 Run this after a change of the choices, or of what is legal together. A case is a row of letters,
 one for each choice: the index of its value among the values of that choice.
@@ -12,12 +12,12 @@ import json
 import string
 from pathlib import Path
 
-from bench.combinations.array import pairs, singles
-from bench.combinations.choices import CHOICES, Case, small_choices
+from tests.lives.array import pairs, singles
+from tests.lives.choices import CHOICES, Case, small_choices
 
 FILE = Path(__file__).with_name("cases.json")
 LETTERS = string.digits + string.ascii_lowercase
-COMMAND = "python -m bench.combinations.kept"
+COMMAND = "python -m tests.lives.kept"
 
 
 def described() -> dict[str, str]:

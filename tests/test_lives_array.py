@@ -1,12 +1,14 @@
-"""The covering arrays of bench.combinations: no setting and no legal pair is left out."""
+"""The covering arrays of tests.lives: no setting and no legal pair is left out."""
 
 import itertools
 
+import numpy as np
 import pytest
 
-from bench.combinations import kept
-from bench.combinations.array import Completion, Coverage, kind_of, pairs, triples
-from bench.combinations.choices import (
+from mpipar.config.sections import FIELDS
+from tests.lives import kept
+from tests.lives.array import Completion, Coverage, kind_of, pairs
+from tests.lives.choices import (
     BASE,
     BASE_OF,
     CHOICES,
@@ -15,7 +17,6 @@ from bench.combinations.choices import (
     small_choices,
     words_of,
 )
-from mpipar.config.sections import FIELDS
 
 FEW = {
     name: CHOICES[name]
@@ -42,10 +43,11 @@ def test_the_kept_arrays_hold_each_value_and_each_pair():
     arrays = kept.read()
     assert all(not refusals(case) for case in arrays["pairs"])
     assert all(not refusals(case, 2) and case["dtype"] == "float64" for case in arrays["few"])
-    coverage = Coverage(2)
+    coverage, illegal = Coverage(), np.zeros_like(Coverage().seen)
     for case in arrays["pairs"]:
         coverage.add(case)
-    illegal = coverage.holding([part for part, _ in arrays["illegal"]])
+    for part, _ in arrays["illegal"]:
+        illegal[tuple(coverage.places(part))] = True
     assert (coverage.seen | illegal)[coverage.different()].all()
     assert not (coverage.seen & illegal).any()
     for name, values in small_choices().items():
@@ -89,25 +91,6 @@ def test_refusals_are_those_of_mpipar(found):
     assert kind_of("--heads 4: must be a multiple of tp 3; use 6") == kind_of(
         "--heads 8: must be a multiple of tp 5; use 10"
     )
-
-
-@pytest.mark.slow
-def test_triples_go_on_until_all_legal_ones_occurred(found):
-    cases, illegal = found
-    coverage = Coverage(3, FEW)
-    for case in cases:
-        coverage.add(case)
-    before = int(coverage.seen.sum())
-    for case in triples(coverage, [part for part, _ in illegal], Completion(FEW)):
-        assert not refusals(case)
-        coverage.add(case)
-    assert int(coverage.seen.sum()) > before
-    whole = [dict(zip(FEW, values, strict=True)) for values in itertools.product(*FEW.values())]
-    everything = Coverage(3, FEW)
-    for case in whole:
-        if not refusals(case):
-            everything.add(case)
-    assert (coverage.seen == everything.seen).all()
 
 
 def test_settings_are_typed_as_a_user_does():

@@ -1,4 +1,4 @@
-"""Covering arrays: lists of legal cases in which each legal tuple of values occurs.
+"""Covering arrays: lists of legal cases in which each legal pair of values occurs.
 
 mpipar itself decides whether values are legal together: an incomplete case is legal if some whole
 case with its values is. `Completion` looks for one. Where mpipar refuses a case, it tries other
@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 
-from bench.combinations.choices import CHOICES, MOST_RANKS, Case, refusals
+from tests.lives.choices import CHOICES, MOST_RANKS, Case, refusals
 
 DEEPEST = 6  # refusals that are overcome one after the other
 TRIES = 3  # candidates, of which the best is taken
@@ -67,49 +67,34 @@ def kind_of(refusal: str) -> str:
 
 
 class Coverage:
-    """Which tuples of values of different choices occur in cases.
+    """Which pairs of values of different choices occur in cases. values: all (name, value)."""
 
-    strength: 2 for pairs, 3 for triples. values: all (name, value).
-    """
-
-    def __init__(self, strength: int, choices=CHOICES):
-        self.strength, self.choices = strength, choices
+    def __init__(self, choices=CHOICES):
+        self.choices = choices
         self.values = [(name, value) for name, values in choices.items() for value in values]
         self.place = {value: number for number, value in enumerate(self.values)}
-        self.seen = np.zeros((len(self.values),) * strength, bool)
+        self.seen = np.zeros((len(self.values),) * 2, bool)
 
     def places(self, case: Case) -> list[int]:
         """Return the numbers of a case's values, ascending."""
         return [self.place[name, case[name]] for name in self.choices if name in case]
 
     def add(self, case: Case) -> None:
-        """Note that a case's tuples occur."""
-        self.seen[np.ix_(*[self.places(case)] * self.strength)] = True
+        """Note that a case's pairs occur."""
+        self.seen[np.ix_(*[self.places(case)] * 2)] = True
 
     def news(self, case: Case) -> int:
-        """Return how many new tuples a case brings, counted in each of their orders."""
-        return int((~self.seen[np.ix_(*[self.places(case)] * self.strength)]).sum())
+        """Return how many new pairs a case brings, counted in both of their orders."""
+        return int((~self.seen[np.ix_(*[self.places(case)] * 2)]).sum())
 
     def gain(self, case: Case, name: str, value) -> int:
-        """Return how many new tuples a value brings to a case that lacks its choice."""
-        new = self.seen[self.place[name, value]]
-        return int((~new[np.ix_(*[self.places(case)] * (self.strength - 1))]).sum())
+        """Return how many new pairs a value brings to a case that lacks its choice."""
+        return int((~self.seen[self.place[name, value]][self.places(case)]).sum())
 
     def different(self) -> np.ndarray:
-        """Return where `seen` is of a tuple: its values ascend and are of different choices."""
+        """Return where `seen` is of a pair: its values ascend and are of different choices."""
         choice = np.array([list(self.choices).index(name) for name, _ in self.values])
-        later = choice[:, None] < choice
-        return later if self.strength == 2 else later[:, :, None] & later
-
-    def holding(self, parts) -> np.ndarray:
-        """Return where `seen` is of a tuple that contains one of these pairs."""
-        pair = np.zeros(self.seen.shape[:2], bool)
-        for part in parts:
-            pair[tuple(self.places(part))] = True
-        pair |= pair.T
-        return self.different() & (
-            pair if self.strength == 2 else (pair[:, :, None] | pair[:, None] | pair)
-        )
+        return choice[:, None] < choice
 
     def part(self, places) -> dict:
         """Return the values with these numbers."""
@@ -119,7 +104,7 @@ class Coverage:
 def filled(
     part: Case, coverage: Coverage, completion: Completion, order, near: Case | None = None
 ) -> dict | None:
-    """Return a whole legal case with these values, adding the most new tuples choice by choice.
+    """Return a whole legal case with these values, adding the most new pairs choice by choice.
 
     near: see `Completion.of`.
     """
@@ -142,7 +127,7 @@ def filled(
 
 def singles(choices=CHOICES, most_ranks=MOST_RANKS) -> list[dict]:
     """Return a few cases in which each legal value occurs, and many pairs."""
-    completion, coverage = Completion(choices, most_ranks), Coverage(2, choices)
+    completion, coverage = Completion(choices, most_ranks), Coverage(choices)
     rng, cases = np.random.default_rng(0), []
     for name, value in coverage.values:
         if any(case[name] == value for case in cases):
@@ -160,7 +145,7 @@ def pairs(choices=CHOICES) -> tuple[list[dict], list[tuple[dict, str]]]:
     Each case begins with a pair whose values lack many pairs. Of a few such cases the one with the
     most new pairs is taken.
     """
-    completion, coverage = Completion(choices), Coverage(2, choices)
+    completion, coverage = Completion(choices), Coverage(choices)
     rng, cases, refused, open_ = np.random.default_rng(0), [], [], coverage.different()
     while len(left := np.argwhere(open_ & ~coverage.seen)):
         lacks = np.bincount(left.ravel(), minlength=len(coverage.values))
@@ -195,21 +180,3 @@ def pairs(choices=CHOICES) -> tuple[list[dict], list[tuple[dict, str]]]:
         else:
             illegal.append((part, completion.why[1]))
     return cases, illegal
-
-
-def triples(coverage: Coverage, illegal: list[dict], completion: Completion):
-    """Yield cases, each with a new triple of values and as many more as its choices bring.
-
-    coverage: of triples; the caller adds the cases that it takes. illegal: pairs.
-    """
-    rng = np.random.default_rng(0)
-    open_ = coverage.different() & ~coverage.holding(illegal)
-    while len(missing := np.flatnonzero(open_ & ~coverage.seen)):
-        places = np.unravel_index(rng.choice(missing), open_.shape)
-        case = filled(
-            coverage.part(places), coverage, completion, rng.permutation(list(coverage.choices))
-        )
-        if case is None:
-            open_[places] = False
-        else:
-            yield case
