@@ -185,7 +185,7 @@ END
 
 first() {
     part machine 20 GPU bash -c machine
-    bench check 70 "" kernels.check $check
+    bench check 100 "" kernels.check $check
     part races 30 "$package compute-sanitizer" compute-sanitizer --tool racecheck --error-exitcode 1 \
         "$python" -m bench.kernels.check --small
     bench "step by function" 60 "" kernels.functions $model --batch-size $batch $functions

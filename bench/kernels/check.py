@@ -31,14 +31,14 @@ from mpipar.ops.signature import Function
 
 DTYPES = ("bfloat16", "float16", "float32")
 CASES = (  # flags of a model: what is new in it
-    "--d-model 256 --heads 4 --seq-len 1024",  # heads of 64, many tiles
-    "--d-model 768 --heads 12 --seq-len 64",  # GPT-2's width
+    "--d-model 128 --heads 2 --seq-len 1024",  # heads of 64, many tiles
+    "--d-model 384 --heads 6 --seq-len 64",
     "--d-model 195 --heads 3 --ffn 333 --seq-len 63 --vocab-size 251",  # odd widths
     "--d-model 96 --heads 3 --seq-len 65",  # heads of 32
     "--d-model 64 --heads 2 --seq-len 1",
-    "--d-model 128 --heads 2 --seq-len 4096 --batch-size 2",
-    "--arch llama --d-model 256 --heads 2 --kv-heads 1 --seq-len 1000",  # heads of 128
-    "--arch llama --d-model 960 --heads 12 --kv-heads 3 --seq-len 65",  # heads of 80
+    "--d-model 64 --heads 1 --seq-len 2048",
+    "--arch llama --d-model 128 --heads 1 --kv-heads 1 --seq-len 500",  # heads of 128
+    "--arch llama --d-model 240 --heads 3 --kv-heads 1 --seq-len 65",  # of 80; keys are shared
     "--arch mixtral --d-model 128 --heads 2 --kv-heads 2 --expert-ffn 96 --seq-len 256",
 )
 SMALL = (
@@ -47,7 +47,7 @@ SMALL = (
     "--arch llama --d-model 32 --heads 2 --kv-heads 1 --seq-len 17",
     "--arch mixtral --d-model 16 --heads 2 --kv-heads 2 --expert-ffn 8 --seq-len 9",
 )
-COMMON = "--layers 1 --batch-size 4 --num-microbatches 2 --vocab-size 1009 --device cuda".split()
+COMMON = "--layers 1 --batch-size 2 --num-microbatches 2 --vocab-size 1009 --device cuda".split()
 TINY, SCALE = 1e-30, 1024.0
 
 

@@ -33,7 +33,7 @@ from mpipar.ops.functions import MEMORY, Ops
 from mpipar.ops.signature import Function
 from mpipar.study.explain.predict import predict
 
-WARM_UP, PRODUCT, COPY_BYTES = 3, 8192, 8 << 30
+WARM_UP, PRODUCT, COPY_BYTES = 3, 8192, 1 << 30
 GIB = 2**30
 
 
