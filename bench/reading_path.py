@@ -31,16 +31,15 @@ PACKAGE = results.ROOT / "mpipar"
 STOPS = {
     "train/worker": "the step, in execution order",
     "pipeline/engine": "one method per instruction",
-    "pipeline/schedules": "who computes what in which order",
-    "models/decoder": "the layers of a stage",
+    "pipeline/instructions": "who computes what in which order",
+    "models/stage": "the layers of a stage, one after another",
+    "layers/parallel": "one product cut over ranks: where the barriers are",
     "layers": "forward, input gradient, weight gradient, and the names of barriers",
-    "partition": "one product cut over ranks: where the barriers are",
     "ops": "the arithmetic",
     "comm": "the wire, and the record of each call",
     "train/gradsync": "sums over data-parallel copies and ties, the norm, the loss scale",
     "train/optim": "AdamW over flat buffers, and the learning rate",
 }
-ALIAS = {"models/stage": "models/decoder", "pipeline/instructions": "pipeline/schedules"}
 LIMIT = 1800  # lines that run in a step
 STEP, CONSTRUCTION = "one step", "construction, besides"  # rows of the result
 
@@ -48,7 +47,6 @@ STEP, CONSTRUCTION = "one step", "construction, besides"  # rows of the result
 def stop_of(path: str) -> str | None:
     """Return the stop that a file belongs to; path: as in the repository."""
     name = path.removeprefix("mpipar/").removesuffix(".py")
-    name = ALIAS.get(name, name)
     return next((stop for stop in STOPS if name == stop or name.startswith(f"{stop}/")), None)
 
 

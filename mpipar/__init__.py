@@ -10,7 +10,7 @@ import importlib
 __version__ = "0.3.0"
 
 LIBRARY = {  # name: where it is
-    "CUTS": "partition.CUTS",
+    "CUTS": "layers.linears.LINEARS",
     "Attention": "layers.attention.Attention",
     "Comms": "comm.groups.Comms",
     "Context": "layers.context.Context",
@@ -22,10 +22,12 @@ LIBRARY = {  # name: where it is
     "Grid": "comm.grid.Grid",
     "Head": "layers.loss.Head",
     "LayerNorm": "layers.norm.LayerNorm",
-    "Linear": "layers.linear.Linear",
+    "ColumnLinear": "layers.parallel.column.ColumnLinear",
+    "Linear": "layers.linears.make_linear",
     "Param": "layers.param.Param",
     "RMSNorm": "layers.norm.RMSNorm",
     "Recorder": "comm.record.Recorder",
+    "RowLinear": "layers.parallel.row.RowLinear",
     "Stash": "layers.stash.Stash",
     "lower_schedule": "pipeline.instructions.lower",
     "make_ops": "ops.make",

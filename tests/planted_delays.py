@@ -44,7 +44,7 @@ def record(operation, name, axis, posted, waited, done, **other):
         "mb": 0,
         "phase": "F",
         "site": "mpipar/layers/ffn.py:33",
-        "cut": "mpipar/partition/row.py:20",
+        "cut": "mpipar/layers/parallel/row.py:20",
     } | other
     times = (round(time * MS) for time in (posted, waited, done))
     return Record(*times, operation, name, axis, **values)

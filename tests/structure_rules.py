@@ -169,7 +169,7 @@ def array_math_problems(module, source):
     They stand inside a subscript, or in the arguments of reshape, transpose, range or a method of
     ops that makes an array. `|` in a type is none. NumPy is not used there at all.
     """
-    if module.split(".")[0] not in ("layers", "models", "partition"):
+    if module.split(".")[0] not in ("layers", "models"):
         return []
     tree, found = parsed(source), []
     if module != "layers.param":
@@ -186,7 +186,7 @@ def array_math_problems(module, source):
         if isinstance(item, ast.FunctionDef)
         if item.name != "__init__"
     ]
-    if module.startswith("partition."):
+    if module.startswith("layers.parallel."):
         methods += [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     for method in methods:
         allowed = set()
@@ -195,8 +195,8 @@ def array_math_problems(module, source):
                 allowed.update(ast.walk(node.slice))
             elif isinstance(node, ast.JoinedStr):
                 allowed.update(ast.walk(node))
-            elif getattr(node, "annotation", None):
-                allowed.update(ast.walk(node.annotation))
+            elif annotation := getattr(node, "annotation", getattr(node, "returns", None)):
+                allowed.update(ast.walk(annotation))
             elif isinstance(node, ast.Call):
                 name = getattr(node.func, "attr", getattr(node.func, "id", ""))
                 if name in ("reshape", "transpose", "range", "empty", "zeros"):
@@ -289,7 +289,7 @@ def state_problems(module, source):
 def stash_problems(module, source):
     """What holds a layer derives its stash, so that no field is forgotten: see `Stash.inner`."""
     runs_layers = module in ("layers.stash", "models.flops")
-    if folder(module) not in ("layers", "models", "partition") or runs_layers:
+    if folder(module) not in ("layers", "models") or runs_layers:
         return []
     return [
         f"{module}:{node.lineno}: makes a Stash; derive one by inner()"

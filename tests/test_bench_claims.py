@@ -7,7 +7,6 @@ import pytest
 from bench import results
 from bench.claims import computed as claims
 from bench.claims import measured
-from mpipar.study.explain.predict import predict
 
 pytestmark = pytest.mark.slow
 M, L = 8, claims.MODEL["layers"]
@@ -126,16 +125,7 @@ def test_experts_exchange_what_is_predicted_and_choose_alike():
     """Of 4 blocks and 2 microbatches; an expert that every token passes has E/K times the mean."""
     path = results.ROOT / "bench" / "results" / "claims_moe.json"
     rows = json.loads(path.read_text())["rows"]
-    assert [(row["ep"], row["dispatch"]) for row in rows] == [
-        (ep, dispatch if ep > 1 else "-") for ep, dispatch in measured.EXPERT_CASES
-    ]
+    assert [(row["ep"],) for row in rows] == measured.EXPERT_CASES
     assert len({row["busiest_expert"] for row in rows}) == 1  # the same experts, wherever they are
     for row in rows:
-        if row["ep"] == 1:
-            continue
-        calls = {"all-to-all": 7, "all-gather": 8}[row["dispatch"]]
-        assert row["barriers"] == 4 * 2 * calls
-        if row["dispatch"] == "all-gather":
-            config = measured.with_experts(row["ep"], row["dispatch"])
-            sent = predict(config, 0).recorder.totals("axis")["expert",].wire_bytes
-            assert row["sent_MiB"] * 2**20 == sent
+        assert row["barriers"] == 4 * 2 * 7 * (row["ep"] > 1)

@@ -15,6 +15,7 @@ from bench.claims import __main__ as claims
 from bench.kernels import __main__ as kernels
 from bench.matmul import __main__ as matmul
 from bench.matmul.cut_product import cases, shown
+from bench.matmul.mesh import MESH_CUTS
 from bench.step import __main__ as step
 from mpipar.errors import (
     EXIT_DATA,
@@ -26,7 +27,6 @@ from mpipar.errors import (
     UsageError,
 )
 from mpipar.inference import generate as generation
-from mpipar.partition import MESH_CUTS
 
 LIMIT = 100  # seconds
 TEXTS = "--presets tiny --prompt-tokens 6 --new-tokens 4 --repeats 1 --batch-sizes 2"

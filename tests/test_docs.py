@@ -163,10 +163,10 @@ def test_typed_commands_come_in_order():
 
 
 def test_functions_are_listed_by_name():
-    page = written("<!-- code: mpipar/partition/row.py shard_axis forward :: no docstring -->")
-    assert "shard_axis = 0\n\n\ndef forward(here: Here, x: Array, w" in page
-    assert ") -> Array:\n    return" in page
-    assert "From [mpipar/partition/row.py](../mpipar/partition/row.py)." in page
+    page = written("<!-- code: mpipar/layers/parallel/chunks.py join pad :: no docstring -->")
+    assert "def join(ops: Ops, pieces: Array, axis: int, length: int) -> Array:\n    if" in page
+    assert "\n\n\ndef pad(" in page
+    assert "From [mpipar/layers/parallel/chunks.py](../mpipar/layers/parallel/chunks.py)." in page
     method = written("<!-- code: docs/build/blocks.py Block.problem -->")
     assert "\n```python\ndef problem(self" in method
 

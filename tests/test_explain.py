@@ -161,7 +161,7 @@ def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
     ("settings", "grid"),
     [
         ({}, {}),
-        ({"shared_expert_ffn": 10}, {"expert_dispatch": "all-gather"}),
+        ({"shared_expert_ffn": 10}, {}),
         ({"expert_interval": 2}, {"pp": 2}),
         ({"sequence_parallel": True}, {"dp": 2, "cp": 2}),
     ],
@@ -180,34 +180,31 @@ def test_the_calls_and_bytes_of_experts_follow_the_closed_forms(settings, grid, 
     assert_closed_forms(resolve(config, config.grid.num_ranks)[0])
 
 
-def of_experts(ffn, dispatch):
+def of_experts(ffn):
     """A step of one block with 16 tokens on each of 4 ranks; 2 of 8 experts are on each."""
     config = Config(
         ModelConfig(
             layers=1, d_model=34, heads=2, seq_len=16, vocab_size=16, experts=8, expert_ffn=ffn
         ),
-        GridConfig(dp=4, ep=4, pp=1, tp=1, num_microbatches=1, expert_dispatch=dispatch),
+        GridConfig(dp=4, ep=4, pp=1, tp=1, num_microbatches=1),
         TrainConfig(batch_size=4),
         RunConfig(dtype="float64"),
     )
     return resolve(config, 4)[0]
 
 
-@pytest.mark.parametrize("dispatch", ["all-to-all", "all-gather"])
 @pytest.mark.parametrize("rank", [0, 3])
-def test_the_worst_case_of_experts_has_all_rows_on_one_rank(dispatch, rank):
+def test_the_worst_case_of_experts_has_all_rows_on_one_rank(rank):
     """128 rows are there, and 32 are the rank's if all experts are equally popular."""
     more = []
     for ffn in (512, 513):
-        config = of_experts(ffn, dispatch)
+        config = of_experts(ffn)
         usual, worst = (predict(config, rank, case) for case in (False, True))
         assert {name: worst.peak_bytes[name] for name in ("weights", "gradients")} == {
             name: usual.peak_bytes[name] for name in ("weights", "gradients")
         }
         more.append((worst.peak_bytes["stash"] - usual.peak_bytes["stash"]) / (8 * (128 - 32)))
     assert more[1] - more[0] == pytest.approx(4)  # h, a and their gradients are as wide as ffn
-    if dispatch == "all-gather":  # x, dy and dx of a row, and its probability
-        assert more[0] == pytest.approx(4 * 512 + 3 * 34 + 1)
     loads = [load.rows for load in worst.recorder.loads]
     assert loads == [[64, 64]]  # all 64 tokens pass both experts of the rank
 
@@ -489,7 +486,7 @@ def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():
     assert row[6:12] == ["4,5", "float32", "32.0", "KiB", "B*T*D*e", "32.0"]
     for other, layer in ((listed[2], "attention"), (listed[3], "ffn")):
         assert other[-3].startswith(f"layers/{layer}.py:")
-        assert other[-2].startswith("partition/row.py:")
+        assert other[-2].startswith("layers/parallel/row.py:")
     assert "m * (4L + 2)" in text
     calls, sent = [line.split()[3:] for line in lines if line.startswith("tp, one block ")]
     assert calls == ["calls", "4", "4"]

@@ -25,10 +25,10 @@ from mpipar.errors import NonFiniteError
 from mpipar.inference import generate as generation
 from mpipar.inference.generate import FULL, LENGTH, STOP, Text, continue_one, generate
 from mpipar.inference.sampling import Sampling, draw
+from mpipar.layers.parallel.kv_cache import KVCache
 from mpipar.layers.recompute import Recomputed
 from mpipar.layers.stash import Stash
 from mpipar.ops import make
-from mpipar.partition.context_cached import Cache
 from mpipar.train.worker import Worker
 
 GREEDY = Sampling(8)
@@ -87,14 +87,14 @@ def test_float32_and_sixteen_bits(monkeypatch):
 
 
 def changed_cache(change):
-    """Cache.forward with another q, k, v or firsts."""
-    plain = Cache.forward
+    """KVCache.forward with another q, k, v or firsts."""
+    plain = KVCache.forward
 
-    def forward(self, here, q, k, v):
+    def forward(self, ops, name, q, k, v):
         q, k, v, firsts = change(self, q, k, v)
         kept, self.firsts = self.firsts, firsts
         try:
-            return plain(self, here, q, k, v)
+            return plain(self, ops, name, q, k, v)
         finally:
             self.firsts = kept
 
@@ -114,7 +114,7 @@ TWINS = {
 
 @pytest.mark.parametrize("twin", TWINS)
 def test_a_broken_cache_is_caught(twin, monkeypatch):
-    monkeypatch.setattr(Cache, "forward", TWINS[twin])
+    monkeypatch.setattr(KVCache, "forward", TWINS[twin])
     with pytest.raises(AssertionError, match="logits of text"):
         assert_as_without_cache(model("llama"), PROMPTS, monkeypatch)
 

@@ -182,7 +182,7 @@ def test_a_wrong_collective_ends_with_the_two_places(how, second, tmp_path):
     result = faulty(how, *QUICK, "--layout", "tp=2", "--check-comm", tmp_path=tmp_path).ended(76)
     assert re.search(
         r"rank 0 calls all_reduce block1\.attn\.proj float32 \d+ bytes at"
-        r" mpipar/layers/attention\.py:\d+, cut mpipar/partition/row\.py:\d+",
+        r" mpipar/layers/attention\.py:\d+, cut mpipar/layers/parallel/row\.py:\d+",
         result.stderr,
     ), result.tail()
     assert re.search(f"rank 1 calls {second}", result.stderr), result.tail()

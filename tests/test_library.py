@@ -27,10 +27,10 @@ def test_importing_the_package_loads_neither_numpy_nor_mpi():
             "assert not loaded, loaded\n"
             "from mpipar import *\n"
             "assert 'numpy' in sys.modules and 'mpi4py.MPI' not in sys.modules\n"
-            "print(Linear.__name__, Grid.__name__, sorted(CUTS)[0])\n")  # fmt: skip
+            "print(RowLinear.__name__, Grid.__name__, sorted(CUTS)[0])\n")  # fmt: skip
     result = run_command([sys.executable, "-c", code], LIMIT, environment())
     assert result.returncode == 0, result.tail()
-    assert result.stdout == "Linear Grid column\n"
+    assert result.stdout == "RowLinear Grid column\n"
 
 
 def test_every_name_of_the_library_is_there_and_no_other():
@@ -62,7 +62,7 @@ def test_a_layer_without_buffers_says_what_makes_them():
     with pytest.raises(UsageError, match=r"up.w: has no data yet; .* call mpipar.FlatParams\(ops,"):
         layer.forward(np.ones((1, 2, 6)), mpipar.Stash())
     with pytest.raises(AttributeError, match="Param has no attribute 'gradient'"):
-        _ = layer.w.gradient
+        _ = layer.params[0].gradient
     mpipar.FlatParams(ops, layer.params).initialize(seed=1)
     assert layer.forward(np.ones((1, 2, 6)), mpipar.Stash()).shape == (1, 2, 4)
 

@@ -15,8 +15,11 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder, Span
 from mpipar.comm.request import Done
 from mpipar.config.resolve import resolve
+from mpipar.layers.context import Context
+from mpipar.layers.flat import FlatParams
+from mpipar.layers.parallel.row import RowLinear
+from mpipar.layers.stash import Stash
 from mpipar.ops import make
-from mpipar.partition import CUTS, Here, Sizes
 from mpipar.study.explain.predict import predict
 from mpipar.trace.flight import flight_ns
 
@@ -46,7 +49,7 @@ def test_every_barrier_of_a_product_is_on_its_layer_s_line(change):
             continue
         layer = record.name.split(".", 1)[1]
         assert LAYERS[layer] in line_of(record.site), record
-        assert record.cut.startswith("mpipar/partition/"), record
+        assert record.cut.startswith("mpipar/layers/parallel/"), record
         assert "comm." in line_of(record.cut), record
         found.setdefault(layer, set()).add(record.site)
     assert {"attn.proj", "ffn.down"} <= found.keys()
@@ -66,15 +69,17 @@ def test_who_calls_the_group_itself_has_no_cut():
 
 def test_one_barrier_that_is_crossed_from_two_lines_shows_each():
     ops, recorder = make("shapes", "float64"), Recorder()
-    comm = Comms.solo(ops, Grid(0, {"tp": 2}), recorder)["tp"]
-    x, w, here = ops.empty((1, 3, 4)), ops.empty((4, 5)), Here(ops, comm, "y", Sizes(0, 4, 5))
+    comms = Comms.solo(ops, Grid(0, {"tp": 2}), recorder)
+    layer = RowLinear(Context(ops, comms), "y", (4,), (5,), std=0.0)
+    FlatParams(ops, layer.params)
+    x = ops.empty((1, 3, 2))
 
     def cross():
-        return CUTS["row"].forward(here, x, w)
+        return layer.forward(x, Stash())
 
     for _ in range(2):
         cross()
-        CUTS["row"].forward(here, x, w)
+        layer.forward(x, Stash())
     first, second, *rest = [record.site for record in recorder.records]
     assert first != second
     assert rest == [first, second]

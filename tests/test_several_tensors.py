@@ -12,16 +12,11 @@ from mpipar.layers.ffn import GatedFeedForward
 def gated(rows):
     """A gated network of 5 and 3 features with its parameters by name, and x and dy."""
     ops, rng = mpipar.make_ops("cpu", "float64"), np.random.default_rng(2)
-    layer = GatedFeedForward(
-        mpipar.Context(ops, mpipar.Comms.solo(ops)),
-        "ffn",
-        5,
-        3,
-        cuts=("column", "row"),
-        std=0.5,
-        out_std=0.5,
-        rows=rows,
-    )
+    context = mpipar.Context(ops, mpipar.Comms.solo(ops))
+    wide = {f"ffn.{name}": ((3,), "tp") for name in GatedFeedForward.tensors}
+    up = mpipar.ColumnLinear(context, "ffn.up", (5,), wide, std=0.5, rows=rows)
+    down = mpipar.RowLinear(context, "ffn.down", (3,), (5,), std=0.5, rows=rows)
+    layer = GatedFeedForward("ffn", up, down)
     mpipar.FlatParams(ops, layer.params).initialize(seed=1, spread=0.5)
     params = {param.name: param for param in layer.params}
     return layer, params, *rng.standard_normal((2, 1, 4, 5))

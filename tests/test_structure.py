@@ -111,7 +111,7 @@ BROKEN = {
     "an operand of reshape": (
         array_math_problems, "layers.x", LAYER.format(line="x = (x * 2).reshape(3)"), "BinOp"),
     "NumPy in a layer": (array_math_problems, "layers.x", "import numpy as np\n", "numpy"),
-    "a sum in a cut": (array_math_problems, "partition.x",
+    "a sum in a cut": (array_math_problems, "layers.parallel.x",
                        "def forward(ops, x, w, comm, name):\n    return x * w\n", "BinOp"),
     "a bare rank": (name_problems, "comm.group", "def f(rank):\n    pass\n", "bare rank"),
     "a bare rank that is counted": (

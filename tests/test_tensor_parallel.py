@@ -10,12 +10,13 @@ from program import TEXT, block_of, mpipar, section
 
 from bench.matmul.cut_product import NAME, PHASES, CutProduct, Sizes, whole
 from mpipar import ops as ops_module
-from mpipar.comm.grid import chunk_size, chunk_slice
+from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.group import Comm
+from mpipar.comm.groups import Comms
 from mpipar.comm.record import Record, Recorder, wire_bytes
 from mpipar.comm.transport import ShapesTransport
+from mpipar.layers.linears import LINEARS
 from mpipar.ops.timed_ops import TimedOps
-from mpipar.partition import CUTS
 from mpipar.trace import pop, waits
 
 SMALL = [
@@ -36,21 +37,25 @@ def test_pieces_follow_each_other_and_cover_the_axis(length, parts):
     )
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", LINEARS)
 def test_every_operation_of_a_cut_is_its_layer_s(cut):
     """--trace records them, helpers of a cut included. The last of two ranks is padded."""
     recorder, sizes = Recorder(), Sizes(1, 3, 5, 7)
     ops = TimedOps(ops_module.make("cpu", "float64"), recorder)
-    ops.active = True
     comm = Comm("tp", (0, 1), 1, ShapesTransport(ops), recorder)
-    product = CutProduct(ops, recorder, cut, comm, sizes)
+    comms = Comms.solo(ops)
+    comms["tp"] = comm
+    comms.grid = Grid(1, {"tp": 2})
+    product = CutProduct(ops, recorder, cut, comms, None, sizes)
     product.take(whole(sizes, "float64"))
+    ops.active = True
     for phase in PHASES:
         product.run(phase)
     assert {layer for layer, *_ in recorder.operations} == {NAME}
-    assert {"matmul", "matmul_nt", "matmul_tn_add"} <= {
-        function for _, function, *_ in recorder.operations
-    }
+    functions = {function for _, function, *_ in recorder.operations}
+    assert "matmul_nt" in functions
+    assert functions & {"matmul", "matmul_bias"}
+    assert functions & {"matmul_tn_add", "matmul_tn_add_sums"}
 
 
 @pytest.mark.parametrize("operation", ["broadcast", "reduce"])

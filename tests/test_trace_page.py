@@ -23,7 +23,7 @@ def test_a_hover_says_which_barrier_it_is(opened):
         "wait": "30.00 ms for rank 1",
         "because": "rank 1: forward of stage 0",
         "transfer": "2.00 ms",
-        "source": "mpipar/layers/ffn.py:33, cut mpipar/partition/row.py:13",
+        "source": "mpipar/layers/ffn.py:33, cut mpipar/layers/parallel/row.py:13",
     }
     page.move(*page.run(PLACE, 1, 1))
     title, lines = tooltip(page)

@@ -171,7 +171,7 @@ def test_the_wait_is_a_slice_with_its_facts(found):
     assert (late_receiver["name"], late_receiver["args"]["waits for rank"]) == ("gradients", 1)
     assert (wait["ts"], wait["dur"], wait["name"]) == (10_000, 30_000, "block0.ffn.down")
     assert wait["args"]["waits for rank"] == 1
-    assert wait["args"]["source"] == "mpipar/layers/ffn.py:33, cut mpipar/partition/row.py:20"
+    assert wait["args"]["source"] == "mpipar/layers/ffn.py:33, cut mpipar/layers/parallel/row.py:20"
     assert wait["args"]["transfer us"] == 2_000
 
 

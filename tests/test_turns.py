@@ -13,9 +13,7 @@ from test_explain import configure
 
 from mpipar.comm.record import TURNS, turns
 from mpipar.config.memory import MemoryConfig
-from mpipar.partition import CUTS
-from mpipar.partition.context_gather import barriers as gathered
-from mpipar.partition.context_ulysses import Ulysses
+from mpipar.study.explain.layer_costs import CONTEXT, CUTS
 from mpipar.study.explain.predict import predict
 
 GRADIENT = {"cut": "cut", "partial": "whole", "whole": "partial"}
@@ -62,11 +60,11 @@ def test_what_is_no_transpose_is_found(forward, backward):
 
 
 def test_exchanges_over_cp_are_transposes():
-    again, *back = [kind for phase, kind, *_ in gathered if phase == "I"]
+    again, *back = [kind for phase, kind, *_ in CONTEXT["gather"] if phase == "I"]
     assert again == "all_gather"  # keys and values that forward did not keep, once more
     assert is_transpose(["all_gather"], back)
     forward, backward = (
-        [kind for phase, kind, *_ in Ulysses.barriers if phase == wanted] for wanted in "FI"
+        [kind for phase, kind, *_ in CONTEXT["ulysses"] if phase == wanted] for wanted in "FI"
     )
     assert is_transpose(forward, backward)
 

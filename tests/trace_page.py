@@ -21,7 +21,7 @@ def example():
     return trace(
         [
             [blocking("all_reduce", "block3.ffn.down", "tp", 10, 42, payload_bytes=2**17,
-                      wire_bytes=2**17, mb=2, phase="F", cut="mpipar/partition/row.py:13"),
+                      wire_bytes=2**17, mb=2, phase="F", cut="mpipar/layers/parallel/row.py:13"),
              record("send", "activations", "pp", 60, 80, 80, peer=1, tag=3),
              blocking("all_gather", "loss", "world", 90, 99)],
             [blocking("all_reduce", "block3.ffn.down", "tp", 40, 41, payload_bytes=2**17, mb=2),

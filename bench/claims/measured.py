@@ -24,7 +24,6 @@ from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.record import COMPUTE, Recorder
 from mpipar.config.run import traced_steps
 from mpipar.errors import OutOfMemory
-from mpipar.partition.experts import DISPATCHES
 from mpipar.run.memory_limit import memory_limit
 from mpipar.study.explain.predict import fullest, predict
 from mpipar.trace import segments, trace_file
@@ -163,25 +162,19 @@ EXPERTS = {
     "experts_per_token": 2,
     "expert_ffn": 512,
 }
-EXPERT_CASES = [
-    (ep, dispatch)
-    for ep in (1, 2, 4)
-    for dispatch in DISPATCHES
-    if ep > 1 or dispatch == "all-to-all"
-]
+EXPERT_CASES = [(1,), (2,), (4,)]  # ep
 
 
-def with_experts(ep: int, dispatch: str) -> Any:
+def with_experts(ep: int) -> Any:
     """Return the resolved configuration of a row, without a trace."""
-    return configure({"dp": 4}, **EXPERTS | {"ep": ep, "expert_dispatch": dispatch})
+    return configure({"dp": 4}, **EXPERTS | {"ep": ep})
 
 
 def expert_row(config, case, seconds: float, analysis) -> dict:
     """Return barriers, bytes, time and imbalance of experts on several ranks."""
-    ep, dispatch = case
+    (ep,) = case
     return {
         "ep": ep,
-        "dispatch": dispatch if ep > 1 else "-",
         **exchanged(analysis.trace),
         "waiting": time_shares(analysis)["waiting"],
         "step_ms": seconds * 1e3,

@@ -40,8 +40,8 @@ def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
     """
     recorder = Recorder()
     ops = ops_module.make("shapes", dtype, recorder)
-    _, comm = connect(*case, world_rank, ops, recorder)
-    product = CutProduct(ops, recorder, case[0], comm, sizes)
+    comms, mesh = connect(*case, world_rank, ops, recorder)
+    product = CutProduct(ops, recorder, case[0], comms, mesh, sizes)
     product.take(whole(sizes, dtype))
     held, worst = sum(ops.live.values()), 0
     for phase, result in zip(PHASES, ("y", "dx", None), strict=True):
@@ -57,8 +57,8 @@ def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
 def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
     """Return this rank's figures of a cut. Comm: the cut's, and a barrier per repetition."""
     ops, recorder = ops_module.make("cpu", dtype), Recorder(1 << 16)
-    comms, comm = connect(*case, world.rank, ops, recorder, mpi_world=world)
-    product = CutProduct(ops, recorder, case[0], comm, sizes)
+    comms, mesh = connect(*case, world.rank, ops, recorder, mpi_world=world)
+    product = CutProduct(ops, recorder, case[0], comms, mesh, sizes)
     product.take(full)
     for phase in PHASES:
         product.run(phase)

@@ -7,21 +7,25 @@ from __future__ import annotations
 
 import math
 from time import perf_counter_ns
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 
+from bench.matmul.mesh import MESH_CUTS, Mesh
 from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.groups import Comms
-from mpipar.partition import CUTS, MESH_CUTS
-from mpipar.partition.contracts import Mesh, OnRank
+from mpipar.layers.context import Context
+from mpipar.layers.flat import FlatParams
+from mpipar.layers.linears import LINEARS
+from mpipar.layers.stash import Stash
 
 PHASES = ("F", "I", "W")  # forward, input gradient, weight gradient
 NAME = "product"  # of the barriers
 
 
 class Sizes(NamedTuple):
-    """`partition.Sizes` and the batch: x (batch, tokens, inner), w (inner, outer)."""
+    """The sizes of a product before it is cut: x (batch, tokens, inner), w (inner, outer)."""
 
     batch: int
     tokens: int
@@ -57,7 +61,7 @@ def whole(sizes: Sizes, dtype: str, seed: int = 5) -> Whole:
 
 def cases(num_ranks: int) -> list[tuple[str, int, int]]:
     """Return (cut, q, d) of every cut for these ranks; q: the group, or the grid's side."""
-    found = [(cut, num_ranks, 1) for cut in CUTS]
+    found = [(cut, num_ranks, 1) for cut in LINEARS]
     for q in range(math.isqrt(num_ranks), 0, -1):
         d, rest = divmod(num_ranks, q * q)
         if not rest:
@@ -71,12 +75,13 @@ def shown(cut: str, q: int, d: int) -> str:
 
 
 def connect(cut, q, d, world_rank, ops, recorder, *, mpi_world=None, options=None):
-    """Return (groups to close, what the cut takes as `comm`). Comm: that of Comms; all ranks call
-    it.
+    """Return (the groups, of which `tp` cuts a layer, the Mesh of MESH_CUTS or None).
+
+    Comm: that of Comms; all ranks call it.
     """
     if cut not in MESH_CUTS:
         comms = Comms(Grid(world_rank, {"tp": q}), ops, recorder, mpi_world, options)
-        return comms, comms["tp"]
+        return comms, None
     grid = Grid(world_rank, {"tp": q, "cp": q, "dp": d})
     comms = Comms(grid, ops, recorder, mpi_world, options)
     return comms, Mesh(row=comms["tp"], column=comms["cp"], depth=comms["dp"])
@@ -100,51 +105,58 @@ def block(array: np.ndarray, places) -> np.ndarray:
 class CutProduct:
     """This rank's part of a product in a cut; `run` executes one of its three functions.
 
-    comm: a Comm, or a Mesh for MESH_CUTS, where all rows of x are in one sequence.
+    comms, mesh: see `connect`; over a mesh all rows of x are in one sequence. layer: has the three
+    functions.
     """
 
-    def __init__(self, ops, recorder, cut: str, comm, sizes: Sizes):
-        self.ops, self.recorder, self.name, self.comm = ops, recorder, cut, comm
-        self.cut = (MESH_CUTS if isinstance(comm, Mesh) else CUTS)[cut]
+    def __init__(self, ops, recorder, cut: str, comms, mesh: Mesh | None, sizes: Sizes):
+        self.ops, self.recorder, self.name = ops, recorder, cut
+        self.comm, self.mesh = comms["tp"], mesh
         whole_ = (1, 0)
-        if isinstance(comm, Mesh):
+        if mesh is not None:
             sizes = Sizes(1, sizes.batch * sizes.tokens, sizes.inner, sizes.outer)
-            depth, column = comm.depth, comm.column
+            depth, column = mesh.depth, mesh.column
             rows = (depth.size * column.size, depth.index * column.size + column.index)
-            columns = (comm.row.size, comm.row.index)
+            columns = (mesh.row.size, mesh.row.index)
             self.x_places = self.y_places = (whole_, rows, columns)
             self.w_places = ((column.size, column.index), columns)
+            blocks = [chunk_size(sizes.inner, column.size), chunk_size(sizes.outer, mesh.row.size)]
+            w, dw = (ops.zeros(tuple(blocks), label="weights") for _ in range(2))
+            self.layer = MESH_CUTS[cut](ops, mesh, NAME, w, dw)
         else:
-            own = (comm.size, comm.index)
+            own = (self.comm.size, self.comm.index)
             tokens = own if cut.endswith(("_sp", "_ring")) else whole_
             channels = whole_ if cut in ("gather", "reduce") else own
-            by_output = self.cut.shard_axis == 1
+            by_output = LINEARS[cut].cuts_outputs
             self.x_places = (whole_, tokens, whole_) if by_output else (whole_, whole_, channels)
             self.y_places = (whole_, whole_, channels) if by_output else (whole_, tokens, whole_)
             self.w_places = (whole_, own) if by_output else (own, whole_)
-        self.sizes = sizes
+            self.layer = LINEARS[cut](
+                Context(ops, comms), NAME, (sizes.inner,), (sizes.outer,), std=0.0, bias=False
+            )
+            FlatParams(ops, self.layer.params)
+        self.sizes, self.w, self.dw = sizes, self.layer.w, self.layer.dw
+        self.stash = Stash(SimpleNamespace(shape=(sizes.batch, sizes.tokens)))
 
     def take(self, full: Whole) -> None:
         """Cut this rank's blocks out of the whole matrices."""
         sizes, on_device = self.sizes, self.ops.asarray
         three = (sizes.batch, sizes.tokens, -1)
         self.x = on_device(block(full.x.reshape(three), self.x_places))
-        self.w = on_device(block(full.w, self.w_places))
+        self.ops.copy(self.w, on_device(block(full.w, self.w_places)))
         self.dy = on_device(block(full.dy.reshape(three), self.y_places))
-        self.dw = on_device(block(full.old_dw, self.w_places))
+        self.ops.copy(self.dw, on_device(block(full.old_dw, self.w_places)))
 
     def run(self, phase: str):
         """Run forward, input gradient or weight gradient, and keep the result. Comm: the cut's."""
         start = perf_counter_ns()
-        here = OnRank(self.ops, self.comm, NAME, self.sizes)
         with self.recorder.at(phase):
             if phase == "F":
-                self.y = self.cut.forward(here, self.x, self.w)
+                self.y = self.layer.forward(self.x, self.stash)
             elif phase == "I":
-                self.dx, self.kept = self.cut.backward_input(here, self.dy, self.w)
+                self.dx = self.layer.backward_input(self.dy, self.stash)
             else:
-                self.cut.backward_weight(here, self.x, self.kept, self.dw)
-                self.kept = None
+                self.layer.backward_weight(self.stash)
         self.recorder.span(phase, start)
 
     def errors(self, full: Whole) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGE = ROOT / "mpipar"
-CORE = ("ops", "comm", "partition", "layers", "models", "pipeline", "train")  # what a library needs
+CORE = ("ops", "comm", "layers", "models", "pipeline", "train")  # what a library needs
 SETTINGS = {
     "project": "mpipar",
     "html_title": "mpipar",

@@ -18,7 +18,7 @@ from docs.build.blocks import Block
 from mpipar import errors
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
-FLOORS = """errors files ops comm data partition job config layers models pipeline checkpoint
+FLOORS = """errors files ops comm data job config layers models pipeline checkpoint
     console study.schedules trace train study.explain plan inference run learn commands cli
     __main__""".split()
 SOURCES = (".py", ".cu", ".cuh", ".js", ".css", ".html")

@@ -18,7 +18,9 @@ OPS = mpipar.make_ops("cpu", "float64")
 def mlp(comms, x, dy):
     """Return y (B, T, 6) and dx (B, T, 6); each rank holds its share of the 23 channels between."""
     context = mpipar.Context(OPS, comms)
-    layer = mpipar.FeedForward(context, "mlp", 6, 23, cuts=("column", "row"), std=0.3, out_std=0.3)
+    up = mpipar.ColumnLinear(context, "mlp.up", (6,), (23,), std=0.3)
+    down = mpipar.RowLinear(context, "mlp.down", (23,), (6,), std=0.3)
+    layer = mpipar.FeedForward("mlp", up, down)
     mpipar.FlatParams(OPS, layer.params).initialize(seed=1, spread=0.1)
     stash = mpipar.Stash()
     y = layer.forward(x, stash)

@@ -159,7 +159,7 @@ class Stage:  # mpipar/models/stage.py
 
         return unit * w + self.w[f"{name}.bias"], backward
 
-    def product(self, x, name):  # mpipar/layers/linear.py
+    def product(self, x, name):  # mpipar/layers/parallel/linear.py
         """x w; its bias is added after the sum over tp."""
         w = self.w[f"{name}.weight"]
 
@@ -171,7 +171,7 @@ class Stage:  # mpipar/models/stage.py
 
         return x @ w, backward
 
-    def branch(self, x, name, norm, first, inside, second):  # mpipar/partition/column.py, row.py
+    def branch(self, x, name, norm, first, inside, second):  # layers/parallel/column.py, row.py
         """x + second(inside(first(norm(x)))): one half of a block, cut over tp.
 
         The first product is cut by columns and the second by rows, so there is one sum after them

@@ -7,7 +7,7 @@ overflow, and the tables of a run come from them.
 
 A record has two places. `site` is the line that crosses the barrier, and `cut` is the line inside
 the cut that calls the group. The site is found by going outwards from the caller of the group, past
-`partition/` and past `layers/linear.py`, which runs any product; the first line beyond is the site.
+`layers/parallel/`; the first line beyond is the site.
 ffn.down and attn.proj, which share a cut, thus have different sites.
 """
 
@@ -25,8 +25,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 # Modules that cross barriers for a layer, or for a group.
 CUTS = (
-    "mpipar.partition",
-    "mpipar.layers.linear",
+    "mpipar.layers.parallel",
     "mpipar.comm.levels",
     "mpipar.comm.algorithms",
     "mpipar.comm.group",

@@ -56,12 +56,6 @@ class GridConfig:
         low=1,
         high=2**12,
     )
-    expert_dispatch: str = setting(
-        "all-to-all",
-        "how tokens reach experts on other ranks of --ep: all-to-all = each row goes"
-        " to its token's experts; all-gather = every rank gets all rows",
-        choices=("all-to-all", "all-gather"),
-    )
     rank_order: str = setting(
         "pp,dp,cp,tp", "axes from outermost to innermost; ranks of the last axis are adjacent"
     )

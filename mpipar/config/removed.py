@@ -36,6 +36,7 @@ REMOVED: dict[str, str] = {  # flag -> what to do instead
     "--answers": "redirect the standard output: > answers.jsonl",
     "--decay-ratio": "leave it out: wsd decays in the last fifth of the steps",
     "--router-bias-rate": "leave it out: the bias of an expert changes by 0.001 per step",
+    "--expert-dispatch": "leave it out: each row goes to the ranks of its token's experts",
     "--routing": "leave it out: the router decides",
     "--sync-sends": "set the environment variable MPIPAR_SYNC_SENDS=1",
     "--head-dim": _KEY,

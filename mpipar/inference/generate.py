@@ -2,7 +2,7 @@
 
 Prompts are distributed over groups, which are the microbatches of the pipeline. A first round of
 forward passes reads the prompts (prefill); each further round reads one token of every text
-(decode), with keys and values of earlier tokens in the cache (partition/context_cached.py).
+(decode), with keys and values of earlier tokens in the cache (layers/parallel/kv_cache.py).
 Letters: B rows of a group, T new tokens in a round.
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 from mpipar.data.rows import Batch
 from mpipar.errors import NonFiniteError
 from mpipar.inference.sampling import Sampling, best, draw
-from mpipar.partition.context_cached import Cache
+from mpipar.layers.parallel.kv_cache import KVCache
 from mpipar.train.gradsync import all_reduce_scalars
 
 # Why a text has ended.
@@ -41,7 +41,7 @@ class Group:
     """The texts that pass through the pipeline as one microbatch.
 
     texts: of all replicas. rows: which of them this replica reads. Rows beyond the last text repeat
-    it; only one replica reports its tokens. caches: {(stage, mb): Cache} of the stages here.
+    it; only one replica reports its tokens. caches: {(stage, mb): KVCache} of the stages here.
     """
 
     def __init__(self, worker, mb: int, texts, rows: range, sampling):
@@ -55,7 +55,7 @@ class Group:
         self.fresh = self.length
         # The last token is never read.
         slots = self.ops.asarray(np.arange(self.length + max(self.room.values()) - 1))
-        self.caches = {(stage, mb): Cache(self.firsts.tolist(), slots) for stage in worker.stages}
+        self.caches = {(stage, mb): KVCache(self.firsts.tolist(), slots) for stage in worker.stages}
 
     def batch(self) -> Batch:
         """Return this replica's next input (B, T): padded whole prompts, or the newest tokens.

@@ -2,10 +2,10 @@
 
 One product with a column cut computes q, k and v of this rank's heads, over which each rank attends
 on its own. The output projection, with a row cut, sums the heads of all ranks, which takes one
-all-reduce forward and one backward. Where tokens are cut between the products, x and y are
-(B, T/tp, D) and the barriers are those of that pair of cuts. Where the ranks of cp hold different
-tokens of the same rows, attention itself crosses barriers: see partition/context.py. During text
-generation, the stash has a cache of earlier keys and values.
+all-reduce forward and one backward. Where tokens are cut between the products, x and y are (B,
+T/tp, D) and the barriers are those of that pair of cuts. Where the ranks of cp hold different
+tokens of the same rows, attention itself crosses barriers: see parallel/local_attention.py. During
+text generation, the stash has a cache of earlier keys and values.
 
 Several query heads may share one head of keys and values (grouped-query attention, Ainslie et al.,
 arXiv 2305.13245). If tp has more ranks than there are key and value heads, neighbours hold replicas
@@ -18,15 +18,14 @@ and values, d head width.
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpipar.comm.grid import consecutive_slices
+from mpipar.config.model import ModelConfig
 from mpipar.layers.context import Context
-from mpipar.layers.linear import Linear
+from mpipar.layers.parallel.linear import Linear
 from mpipar.layers.stash import Stash
 from mpipar.ops.array_ops import rope_table
+from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition.contracts import Attending
 
 # Rotary positions: queries and keys are rotated by angles that grow with their position. Number i
 # of a head's first half and number i of its second half are the coordinates of a point, which is
@@ -42,8 +41,9 @@ class Rotation:
     One object serves all blocks of a stage. table: (T, 2, d/2), cosine and sine by position.
     """
 
-    def __init__(self, ops: Any, config: Any) -> None:
+    def __init__(self, ops: Ops, config: ModelConfig) -> None:
         self.ops = ops
+        assert config.head_dim, "completed"
         host = rope_table(
             config.seq_len, config.head_dim, config.rope_theta, config.rope_scaling
         ).astype(ops.statistics)
@@ -62,83 +62,55 @@ class Rotation:
 class Attention:
     """softmax(q k^T / sqrt(d)) v, where positions determine which keys a query may see.
 
-    config: a completed ModelConfig. rotation: rotates q and k by their positions; None if the
-    embedding has already added these.
+    qkv, proj: the two products, e.g. a ColumnLinear and a RowLinear. heads, kv_heads: of all ranks.
+    rotation: rotates q and k by their positions; None if the embedding has already added these.
     """
 
     def __init__(
         self,
         context: Context,
         name: str,
-        config: Any,
-        rotation: Rotation | None,
+        qkv: Linear,
+        proj: Linear,
         *,
-        std: float,
-        out_std: float,
+        heads: int,
+        kv_heads: int,
+        head_width: int,
+        rotation: Rotation | None,
     ) -> None:
         self.ops, self.name, self.rotation = context.ops, name, rotation
-        self.attention = context.attention
-        self.cp, self.kv = context.comms["cp"], context.comms["kv"]
-        tp, self.head_width = context.tp.size, config.head_dim
-        heads, kv_heads = config.heads // tp, max(1, config.kv_heads // tp)
-        # Heads of q, k and v on this rank.
-        self.parts = consecutive_slices((heads, kv_heads, kv_heads))
-        self.turned = slice(0, heads + kv_heads)
-        self.shared = slice(heads, None)
-        cuts, rows = context.pair("pair"), config.rows
-        head_shape, kv_shape = (config.heads, self.head_width), (config.kv_heads, self.head_width)
-        self.qkv = Linear(
-            context,
-            f"{name}.qkv",
-            (config.d_model,),
-            (3, *head_shape)
-            if rows == "in"
-            else {
-                f"{name}.q": (head_shape, "tp"),
-                f"{name}.k": (kv_shape, "kv_heads"),
-                f"{name}.v": (kv_shape, "kv_heads"),
-            },
-            cut=cuts[0],
-            out_axis=int(rows == "in"),
-            std=std,
-            bias=config.bias != "none",
-            rows=rows,
-        )
-        self.proj = Linear(
-            context,
-            f"{name}.proj",
-            head_shape,
-            (config.d_model,),
-            cut=cuts[1],
-            std=out_std,
-            bias=config.bias == "all",
-            rows=rows,
-        )
-        self.params = [*self.qkv.params, *self.proj.params]
+        self.qkv, self.proj, self.head_width = qkv, proj, head_width
+        self.attention = context.attention(context.ops, context.comms["cp"], name)
+        self.kv, tp = context.comms["kv"], context.tp.size
+        own, shared = heads // tp, max(1, kv_heads // tp)  # heads of queries, and of keys, here
+        self.parts = consecutive_slices((own, shared, shared))  # of q, k and v
+        self.turned, self.shared = slice(0, own + shared), slice(own, None)
+        self.params = [*qkv.params, *proj.params]
 
-    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """Return y (B, T, D) of x (B, T, D), plus residual.
+    def forward(self, x: Array, stash: Stash) -> Array:
+        """Return y (B, T, D) of x (B, T, D).
 
-        Comm: forward of both cuts, and of attention over cp.
+        Comm: one all_reduce of y over tp, by `proj`; keys and values over cp, by `attention`.
         """
-        qkv = self._by_head(self.qkv.forward(x, stash))
+        qkv = self._by_head(self.qkv.forward(x, stash))  # (B, T, (H + 2K)/tp, d)
         if self.rotation:
             self.rotation.forward(qkv[:, :, self.turned], stash.batch.positions)
-        attention = stash.cache or self.attention
-        heads, stash[self.name, "saved"] = attention.forward(self._here(stash), *self._split(qkv))
-        return self.proj.forward(heads.reshape(*heads.shape[:2], -1), stash, residual)
+        if stash.cache is not None:
+            y = stash.cache.forward(self.ops, self.name, *self._split(qkv))
+        else:
+            y, saved = self.attention.forward(*self._split(qkv), stash.batch)
+            stash[self.name, "saved"] = saved
+        return self.proj.forward(y.reshape(*y.shape[:2], -1), stash)  # of y (B, T, H/tp d)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Return dx (B, T, D) of dy (B, T, D).
 
-        Comm: backward_input of both cuts, and of attention over cp.
+        Comm: one all_reduce of dx over tp, by `qkv`; keys and values over cp, by `attention`.
         """
         saved = stash.pop((self.name, "saved"))
-        dheads = self._by_head(self.proj.backward_input(dy, stash))
-        dqkv = self.ops.empty(
-            (*dheads.shape[:2], self.parts[-1].stop, self.head_width), dheads.dtype
-        )
-        self.attention.backward_input(self._here(stash), dheads, saved, self._split(dqkv))
+        dy = self._by_head(self.proj.backward_input(dy, stash))  # (B, T, H/tp, d)
+        dqkv = self.ops.empty((*dy.shape[:2], self.parts[-1].stop, self.head_width), dy.dtype)
+        self.attention.backward_input(dy, saved, stash.batch, self._split(dqkv))
         if self.rotation:
             self.rotation.backward(dqkv[:, :, self.turned], stash.batch.positions)
         stash[self.name, "dkv"] = dqkv[:, :, self.shared]
@@ -147,7 +119,7 @@ class Attention:
     def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of both products.
 
-        Comm: backward_weight of both cuts, and one all_reduce over kv.
+        Comm: one all_reduce of dk and dv over kv.
         """
         self.proj.backward_weight(stash)
         # Not earlier: dx is summed over all of tp, so each part must count once there. The sum is
@@ -164,10 +136,6 @@ class Attention:
             whole = self.ops.empty(dkv.shape, dkv.dtype, label="buffers")
             self.ops.copy(whole, dkv)
             self.ops.copy(dkv, self.kv.all_reduce(whole, f"{self.name}.kv"))
-
-    def _here(self, stash: Stash) -> Attending:
-        """Return what attention over cp works with."""
-        return Attending(self.ops, self.cp, self.name, stash.batch)
 
     def _by_head(self, x: Array) -> Array:
         """Return the view (B, T, heads, d) of x (B, T, heads * d)."""

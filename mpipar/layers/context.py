@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.layers.flat import FlatParams
+from mpipar.layers.parallel.attention_recompute import RecomputedAttention
+from mpipar.layers.parallel.context import MakeAttention, attention_over
+from mpipar.layers.parallel.local_attention import LocalAttention
+from mpipar.layers.parallel.tokens import ReplicatedTokens
 from mpipar.layers.param import ALONE, Copies
 from mpipar.layers.recompute import Recomputed
-from mpipar.partition import context_again, context_whole
-from mpipar.partition.context import attention_over
-from mpipar.partition.contracts import ContextCut, Dispatch
-from mpipar.partition.experts import DISPATCHES
-from mpipar.partition.tokens import WholeTokens
+from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpipar.layers.contracts import Layer
@@ -37,28 +37,26 @@ class Context:
 
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
     which tokens this rank holds between two products, by default all of them. attention: how the
-    ranks of cp attend to each other's tokens, see `partition.context`. recompute_blocks: the number
+    ranks of cp attend to each other's tokens, see `parallel.context`. recompute_blocks: the number
     of a stage's leading blocks that use activation recomputation. recompute_attention: the
     attention method of these blocks if they recompute only scores; None if they recompute
-    everything from their input. dispatch: how tokens reach experts on other ranks. factor: of the
-    loss. make_flat: makes a stage's flat buffers, see `flats_of`. tied: the copies of a table that
-    the first and the last stage share.
+    everything from their input. factor: of the loss. make_flat: makes a stage's flat buffers, see
+    `flats_of`. tied: the copies of a table that the first and the last stage share.
     """
 
-    ops: Any
+    ops: Ops
     comms: Comms
-    held: WholeTokens = None  # type: ignore[assignment] # see __post_init__
-    attention: ContextCut = context_whole
+    held: ReplicatedTokens = None  # type: ignore[assignment] # see __post_init__
+    attention: MakeAttention = LocalAttention
     recompute_blocks: int = 0
-    recompute_attention: ContextCut | None = None
-    dispatch: Dispatch = DISPATCHES["all-to-all"]
+    recompute_attention: MakeAttention | None = None
     factor: LossFactor = field(default_factory=LossFactor)
     make_flat: Callable[..., FlatParams] = FlatParams
     tied: Copies = ALONE
 
     def __post_init__(self) -> None:
         if self.held is None:
-            object.__setattr__(self, "held", WholeTokens(self.ops, self.comms["tp"]))
+            object.__setattr__(self, "held", ReplicatedTokens(self.ops, self.comms["tp"]))
 
     @property
     def tp(self) -> Comm:
@@ -86,13 +84,6 @@ class Context:
                 found.append([Recomputed(make(self, index), self.comms.recorder)])
         return found
 
-    def pair(self, cut: str) -> tuple[str, str]:
-        """Return the cuts of two products, the second of which reads the first one's result.
-
-        cut: `pair` for the two that match the tokens held, or the name of one cut for both.
-        """
-        return self.held.cuts if cut == "pair" else (cut, cut)
-
 
 def recompute_options(config: Any) -> dict[str, Any]:
     """Return the fields of a Context that a Config determines, with those of recomputation."""
@@ -102,8 +93,7 @@ def recompute_options(config: Any) -> dict[str, Any]:
     return {
         "attention": attention_over(method),
         "recompute_blocks": config.model.layers * (memory.recompute != "none"),
-        "recompute_attention": attention_over(method, context_again) if scores else None,
-        "dispatch": DISPATCHES[config.grid.expert_dispatch],
+        "recompute_attention": attention_over(method, RecomputedAttention) if scores else None,
     }
 
 

@@ -1,7 +1,7 @@
 """Token embedding, with or without learned positions; the token table is cut by vocabulary.
 
 Each rank looks up the tokens whose rows it holds and writes zeros for the others. One sum over the
-ranks then gives each rank the embeddings of the tokens that it holds (see partition/tokens.py).
+ranks then gives each rank the embeddings of the tokens that it holds (see parallel/tokens.py).
 Letters: B batch, T tokens, D model width, V vocabulary.
 """
 
@@ -33,7 +33,7 @@ class TokenEmbedding:
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return y (B, T, D) of the tokens held, for the microbatch's tokens; x is ignored.
 
-        Comm: held.scatter over tp.
+        Comm: one all_reduce of y over tp.
         """
         y = self.ops.embedding_forward(stash.batch.tokens, self.tokens.data, self.start)
         return self.held.scatter(y, self.name)
@@ -43,13 +43,16 @@ class TokenEmbedding:
         stash[self.name, "dy"] = dy
 
     def backward_weight(self, stash: Stash) -> None:
-        """Accumulate the gradient of the table. Comm: held.gather over tp."""
+        """Accumulate the gradient of the table.
+
+        Comm: with --sequence-parallel one all_gather of dy over tp.
+        """
         self.of_tokens(stash)
 
     def of_tokens(self, stash: Stash) -> Array:
         """Accumulate the gradient of the token table; return dy of all tokens (B, T, D).
 
-        Comm: held.gather over tp.
+        Comm: with --sequence-parallel one all_gather of dy over tp.
         """
         dy = self.held.gather(stash.pop((self.name, "dy")), stash.batch.shape[1], self.name)
         self.ops.embedding_backward_weight(stash.batch.tokens, dy, self.tokens.grad, self.start)
@@ -72,13 +75,16 @@ class Embedding(TokenEmbedding):
         self.params = [self.tokens, self.positions]
 
     def forward(self, x: Array, stash: Stash) -> Array:
-        """Return y (B, T, D) of the tokens held. Comm: held.scatter over tp."""
+        """Return y (B, T, D) of the tokens held. Comm: one all_reduce of y over tp."""
         y = super().forward(x, stash)
         positions = self.held.positions(stash.batch.positions)  # (T,), or (B, T) for each row
         return self.ops.position_forward(y, positions, self.positions.data)
 
     def backward_weight(self, stash: Stash) -> None:
-        """Accumulate the gradients of both tables. Comm: held.gather over tp."""
+        """Accumulate the gradients of both tables.
+
+        Comm: with --sequence-parallel one all_gather of dy over tp.
+        """
         dy = self.of_tokens(stash)
         self.ops.position_backward_weight(stash.batch.positions, dy, self.positions.grad)
 

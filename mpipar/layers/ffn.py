@@ -9,8 +9,7 @@ barriers are those of that pair of cuts. Letters: B batch, T tokens, D model wid
 
 from __future__ import annotations
 
-from mpipar.layers.context import Context
-from mpipar.layers.linear import Linear
+from mpipar.layers.parallel.linear import Linear
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
 
@@ -18,62 +17,35 @@ from mpipar.ops.signature import Array
 class FeedForward:
     """y = gelu(x @ w_up + b_up) @ w_down + b_down.
 
-    cuts: the names of the two products' cuts. bias, rows: see `Linear`.
+    up, down: the two products, e.g. a ColumnLinear and a RowLinear.
     """
 
     tensors: tuple[str, ...] = ("up",)  # the weights of the first product
 
-    def __init__(
-        self,
-        context: Context,
-        name: str,
-        d_model: int,
-        ffn: int,
-        *,
-        cuts: tuple[str, str],
-        std: float,
-        out_std: float,
-        bias: bool = True,
-        rows: str = "in",
-    ) -> None:
-        self.ops, self.name = context.ops, name
-        wide = {f"{name}.{tensor}": ((ffn,), "tp") for tensor in self.tensors}
-        self.up = Linear(
-            context, f"{name}.up", (d_model,), wide, cut=cuts[0], std=std, bias=bias, rows=rows
-        )
-        self.down = Linear(
-            context,
-            f"{name}.down",
-            (ffn,),
-            (d_model,),
-            cut=cuts[1],
-            std=out_std,
-            bias=bias,
-            rows=rows,
-        )
-        self.params = [*self.up.params, *self.down.params]
+    def __init__(self, name: str, up: Linear, down: Linear) -> None:
+        self.ops, self.name, self.up, self.down = up.ops, name, up, down
+        self.params = [*up.params, *down.params]
 
-    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
-        return self.down.forward(self._widen(x, stash), stash, residual)
+    def forward(self, x: Array, stash: Stash) -> Array:
+        """Return y (B, T, D) of x (B, T, D). Comm: one all_reduce of y over tp, by `down`."""
+        h = self.up.forward(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
+        stash[self.name, "h"] = h
+        return self.down.forward(self.ops.gelu_forward(h), stash)
 
     def recompute(self, x: Array, stash: Stash) -> None:
-        """Fill the stash as forward does, without the second product. Comm: forward of one cut."""
-        self.down.keep(self._widen(x, stash), stash)
-
-    def _widen(self, x: Array, stash: Stash) -> Array:
-        """Return gelu(x @ w_up + b_up). Comm: forward of the first cut."""
-        a, h = self.up.forward_gelu(x, stash)  # (B, T, F/tp) or, gathered, (B, T, F)
+        """Fill the stash as forward does, without the second product and its barrier."""
+        h = self.up.forward(x, stash)
         stash[self.name, "h"] = h
-        return a
+        stash[self.down.name, "x"] = self.ops.gelu_forward(h)  # as `down` would
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """Return dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
-        dh = self.down.backward_input_gelu(dy, stash.pop((self.name, "h")), stash)
+        """Return dx (B, T, D) of dy (B, T, D). Comm: one all_reduce of dx over tp, by `up`."""
+        da = self.down.backward_input(dy, stash)  # (B, T, F/tp)
+        dh = self.ops.gelu_backward_input(da, stash.pop((self.name, "h")))
         return self.up.backward_input(dh, stash)
 
     def backward_weight(self, stash: Stash) -> None:
-        """Accumulate the gradients of both products. Comm: backward_weight of both cuts."""
+        """Accumulate the gradients of both products."""
         self.down.backward_weight(stash)
         self.up.backward_weight(stash)
 
@@ -87,31 +59,23 @@ class GatedFeedForward(FeedForward):
 
     tensors = ("gate", "up")
 
-    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both cuts."""
-        y = self.down.forward(self._widen(x, stash), stash, residual)
-        self.down.keep_no_longer(stash)
+    def forward(self, x: Array, stash: Stash) -> Array:
+        """Return y (B, T, D) of x (B, T, D). Comm: one all_reduce of y over tp, by `down`."""
+        self.recompute(x, stash)
+        y = self.down.forward(self.ops.swiglu_forward(stash[self.name, "h"]), stash)
+        del stash[self.down.name, "x"]  # backward_input recomputes it
         return y
 
     def recompute(self, x: Array, stash: Stash) -> None:
-        """Fill the stash as forward does, without the second product. Comm: forward of one cut."""
-        stash[self.name, "h"] = self._gate_and_up(x, stash)
-
-    def _widen(self, x: Array, stash: Stash) -> Array:
-        """Return silu(gate) * up (B, T, F/tp). Comm: forward of the first cut."""
-        h = stash[self.name, "h"] = self._gate_and_up(x, stash)
-        return self.ops.swiglu_forward(h)
-
-    def _gate_and_up(self, x: Array, stash: Stash) -> Array:
-        """Return gate and up (B, T, 2, F/tp). Comm: forward of the first cut."""
+        """Fill the stash as forward does, without the second product and its barrier."""
         h = self.up.forward(x, stash)
-        return h.reshape(*h.shape[:-1], 2, -1)
+        stash[self.name, "h"] = h.reshape(*h.shape[:-1], 2, -1)  # (B, T, 2, F/tp): gate and up
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """Return dx (B, T, D) of dy (B, T, D). Comm: backward_input of both cuts."""
+        """Return dx (B, T, D) of dy (B, T, D). Comm: one all_reduce of dx over tp, by `up`."""
         da = self.down.backward_input(dy, stash)
         dh, a = self.ops.swiglu_backward_input(da, stash.pop((self.name, "h")))
-        self.down.keep(a, stash)
+        stash[self.down.name, "x"] = a
         return self.up.backward_input(dh.reshape(*dh.shape[:-2], -1), stash)
 
 

@@ -133,11 +133,6 @@ class FlatParams:
         for param in self.params_in(run):
             param.displace(kind)
 
-    def freshen(self, run: slice) -> None:
-        """Declare the gradients of the parameters in a run of the flat order to be zero."""
-        for param in self.params_in(run):
-            param.fresh = True
-
     def params_in(self, run: slice) -> list[Param]:
         """Return the parameters in a run of the flat order."""
         return [param for param, start in self.starts.items() if run.start <= start < run.stop]

@@ -30,7 +30,7 @@ class Head:
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return logits (N, V/tp) of x (B, T, D), the tokens that this rank holds.
 
-        Comm: held.gather over tp.
+        Comm: with --sequence-parallel one all_gather of x over tp.
         """
         x = self.held.gather(x, stash.batch.shape[1], self.name)
         if stash.cache is not None:
@@ -41,7 +41,7 @@ class Head:
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Return dx (B, T, D) of the tokens held, from dlogits (N, V/tp).
 
-        Comm: held.scatter over tp (each rank has only its own rows of the table).
+        Comm: one all_reduce of dx over tp (each rank has only its own rows of the table).
         """
         stash[self.name, "dy"] = dy
         dx = self.ops.matmul(dy, self.table.data)

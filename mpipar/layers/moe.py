@@ -3,12 +3,12 @@
     y = sum over the chosen e of p_e expert_e(x);   p = softmax over the chosen logits x w^T
 
 The experts, stored side by side in two tensors, are distributed over the ranks of the group
-`expert`. Rows of tokens travel to their experts and back (see partition/experts.py), which takes
-two barriers forward and two backward, and a small one for each. tp cuts every expert as it cuts a
-dense network: each of its ranks routes all tokens in the same way and computes only a part of each
-expert's result. One sum over tp therefore follows the experts, forward and backward; it also adds
-up the gradients that pass through the router. W crosses no barrier. Experts have no biases.
-Sources: Shazeer et al., arXiv 1701.06538; Lepikhin et al., arXiv 2006.16668; Jiang et al.
+`expert`. Rows of tokens travel to their experts and back (see parallel/expert_dispatch.py), which
+takes two barriers forward and two backward, and a small one for each. tp cuts every expert as it
+cuts a dense network: each of its ranks routes all tokens in the same way and computes only a part
+of each expert's result. One sum over tp therefore follows the experts, forward and backward; it
+also adds up the gradients that pass through the router. W crosses no barrier. Experts have no
+biases. Sources: Shazeer et al., arXiv 1701.06538; Lepikhin et al., arXiv 2006.16668; Jiang et al.
 (Mixtral), arXiv 2401.04088.
 
 Letters: B batch, T tokens, N = B*T, D model width, E experts, K of them for each token, F the width
@@ -17,13 +17,12 @@ inside an expert, R the number of rows that this rank's experts get.
 
 from __future__ import annotations
 
-from typing import Any
-
+from mpipar.config.model import ModelConfig
 from mpipar.layers.context import Context
+from mpipar.layers.parallel.expert_dispatch import Choice, ExpertDispatch, Plan
 from mpipar.layers.param import Param
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
-from mpipar.partition.contracts import Choice
 
 BIAS_RATE = 0.001  # a step's change of an expert's bias, as in arXiv 2408.15664
 
@@ -41,19 +40,20 @@ class Router:
     config: a completed ModelConfig.
     """
 
-    def __init__(self, context: Context, name: str, config: Any, std: float) -> None:
-        self.ops, self.name, self.config = context.ops, name, config
+    def __init__(self, context: Context, name: str, config: ModelConfig, std: float) -> None:
+        assert config.experts, "completed"
+        self.ops, self.name, self.config, self.experts = context.ops, name, config, config.experts
         self.cp, self.factor = context.comms["cp"], context.factor
         # What a choice adds to coef * E f_e. The ranks of tp make the same choices, and the sum
         # over them comes later.
         self.part = (
             config.router_loss_coef
-            * config.experts
+            * self.experts
             / (config.experts_per_token * config.seq_len * context.tp.size)
         )
         # Each rank of tp computes the gradients of its own part of the experts.
         self.w = Param(
-            context, f"{name}.w", (config.experts, config.d_model), std=std, partial_groups=("tp",)
+            context, f"{name}.w", (self.experts, config.d_model), std=std, partial_groups=("tp",)
         )
         self.params = [self.w]
         self.bias = None
@@ -61,7 +61,7 @@ class Router:
             self.bias = Param(
                 context,
                 f"{name}.bias",
-                (config.experts,),
+                (self.experts,),
                 fill=0.0,
                 decay=False,
                 sign_rate=BIAS_RATE,
@@ -86,13 +86,11 @@ class Router:
         Comm: one all_reduce over cp if there is anything to balance.
         """
         choice, logits = stash.pop((self.name, "choice")), stash.pop((self.name, "logits"))
-        dlogits = self.ops.choice_backward_input(
-            dprobs, choice.probs, choice.ids, self.config.experts
-        )
+        dlogits = self.ops.choice_backward_input(dprobs, choice.probs, choice.ids, self.experts)
         rows = stash.batch.shape[0]
-        loads = self.ops.expert_loads(choice.ids.reshape(rows, -1), self.config.experts)
+        loads = self.ops.expert_loads(choice.ids.reshape(rows, -1), self.experts)
         if self.config.router_balance == "loss":
-            by_row = rows, -1, self.config.experts
+            by_row = rows, -1, self.experts
             loads = self.ops.scale(self.cp.all_reduce(loads, f"{self.name}.loads"), self.part)
             self.ops.balance_backward_input(
                 dlogits.reshape(by_row), logits.reshape(by_row), loads, self.factor.value
@@ -118,25 +116,29 @@ class MixtureOfExperts:
     """
 
     def __init__(
-        self, context: Context, name: str, config: Any, *, std: float, out_std: float
+        self, context: Context, name: str, config: ModelConfig, *, std: float, out_std: float
     ) -> None:
+        experts, width = config.experts, config.expert_ffn
+        assert experts, "completed"
+        assert width, "completed"
         self.ops, self.name, self.held = context.ops, name, context.held
-        self.expert, self.dispatch = context.comms["expert"], context.dispatch
+        self.expert = context.comms["expert"]
+        self.dispatch = ExpertDispatch(self.ops, self.expert, name, experts)
         self.recorder = context.comms.recorder
-        self.experts, self.gated = config.experts, config.activation == "swiglu"
-        wide = (2, config.expert_ffn) if self.gated else (config.expert_ffn,)
+        self.gated = config.activation == "swiglu"
+        wide = (2, width) if self.gated else (width,)
         self.router = Router(context, f"{name}.router", config, std)
         self.up = Param(
             context,
             f"{name}.up.w",
-            (config.experts, *wide, config.d_model),
+            (experts, *wide, config.d_model),
             std=std,
             placement={"expert": 0, "tp": len(wide)},
         )
         self.down = Param(
             context,
             f"{name}.down.w",
-            (config.experts, config.d_model, config.expert_ffn),
+            (experts, config.d_model, width),
             std=out_std,
             placement={"expert": 0, "tp": 2},
         )
@@ -147,34 +149,32 @@ class MixtureOfExperts:
         w = getattr(self.up, kind)
         return w.reshape(len(w), -1, w.shape[-1])
 
-    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """Return y (B, T, D) of x (B, T, D), plus residual.
+    def forward(self, x: Array, stash: Stash) -> Array:
+        """Return y (B, T, D) of x (B, T, D).
 
-        Comm: held.gather over tp; over expert plan, rows and combine of the dispatch; held.scatter
-        over tp.
+        Comm: over expert the counts, the rows and the results; one all_reduce of y over tp.
         """
         plan, h = self._widen(x, stash)
         a = self.ops.swiglu_forward(h) if self.gated else self.ops.gelu_forward(h)
         rows = self.ops.grouped_matmul_nt(a, self.down.data, plan.counts)
-        y = self.dispatch.combine(self.ops, rows, plan, True, self.expert, self.name)
-        y = self.held.scatter(self._by_row(y, stash), f"{self.name}.down")
-        return y if residual is None else self.ops.accumulate(y, residual)
+        y = self.dispatch.combine(rows, plan, weighted=True)
+        return self.held.scatter(self._by_row(y, stash), f"{self.name}.down")
 
     def recompute(self, x: Array, stash: Stash) -> None:
-        """Fill the stash as forward does. Comm: held.gather, and plan and rows of the dispatch."""
+        """Fill the stash as forward does. Comm: over expert the counts and the rows."""
         self._widen(x, stash)
 
-    def _widen(self, x: Array, stash: Stash) -> tuple[Any, Array]:
+    def _widen(self, x: Array, stash: Stash) -> tuple[Plan, Array]:
         """Return (plan, h (R, F), or (R, 2, F) of gate and up).
 
-        Comm: held.gather, and plan and rows of the dispatch.
+        Comm: over expert the counts and the rows.
         """
         x = self.held.gather(x, stash.batch.shape[1], f"{self.name}.up")
         x = x.reshape(-1, x.shape[-1])
         choice = self.router.forward(x, stash)
-        plan = self.dispatch.plan(self.ops, choice, self.experts, self.expert, self.name)
+        plan = self.dispatch.plan(choice)
         self.recorder.load(self.name, self.expert.index, plan.counts)
-        rows = self.dispatch.rows(self.ops, x, plan, self.expert, self.name)
+        rows = self.dispatch.rows(x, plan)  # (R, D)
         h = self.ops.grouped_matmul_nt(rows, self._up("data"), plan.counts)
         if self.gated:
             h = h.reshape(len(h), 2, h.shape[1] // 2)  # there may be no row
@@ -190,25 +190,24 @@ class MixtureOfExperts:
 
         The rows of dy are not weighted before they are sent. What the router learns about an expert
         is therefore the product of its da and its a, and no result has to be kept for it.
-        Comm: held.gather over tp; over expert rows, factors, combine and factors_back of the
-        dispatch; the router's; held.scatter over tp.
+        Comm: over expert the rows of dy, their factors, the gradients of both; the router's; one
+        all_reduce of dx over tp.
         """
-        ops, dispatch, expert, name = self.ops, self.dispatch, self.expert, self.name
+        ops, dispatch, name = self.ops, self.dispatch, self.name
         plan, h = stash.pop((name, "plan")), stash.pop((name, "h"))
         dy = self.held.gather(dy, stash.batch.shape[1], f"{name}.down")
-        dy = dispatch.rows(ops, dy.reshape(-1, dy.shape[-1]), plan, expert, name)
-        factors = dispatch.factors(ops, plan, expert, name)
+        dy = dispatch.rows(dy.reshape(-1, dy.shape[-1]), plan)  # (R, D)
+        factors = dispatch.factors(plan)
         da = ops.grouped_matmul(dy, self.down.data, plan.counts)
         if self.gated:
             dh, a = ops.swiglu_backward_input(da, h)
             dh = dh.reshape(len(dh), 2 * dh.shape[2])
         else:
             dh, a = ops.gelu_backward_input(da, h), ops.gelu_forward(h)
-        dprobs = dispatch.factors_back(ops, ops.row_dots(da, a), plan, expert, name)
+        dprobs = dispatch.factors_back(ops.row_dots(da, a), plan)
         dh, dy = ops.scale_rows(dh, factors), ops.scale_rows(dy, factors)
-        dx = dispatch.combine(
-            ops, ops.grouped_matmul(dh, self._up("data"), plan.counts), plan, False, expert, name
-        )
+        rows = ops.grouped_matmul(dh, self._up("data"), plan.counts)
+        dx = dispatch.combine(rows, plan, weighted=False)
         dx = ops.accumulate(dx, self.router.backward_input(dprobs, stash))
         stash[name, "dh"], stash[name, "a"], stash[name, "dy"] = dh, a, dy
         stash[name, "counts"] = plan.counts
@@ -221,30 +220,3 @@ class MixtureOfExperts:
         self.ops.grouped_matmul_tn_add(dh, x, self._up("grad"), counts)
         self.ops.grouped_matmul_tn_add(dy, a, self.down.grad, counts)
         self.router.backward_weight(stash)
-
-
-class Beside:
-    """y = one(x) + other(x): two networks that read the same tokens."""
-
-    def __init__(self, one: Any, other: Any):
-        self.ops, self.one, self.other = other.ops, one, other
-        self.params = [*one.params, *other.params]
-
-    def forward(self, x: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """Return y (B, T, D) of x (B, T, D), plus residual. Comm: forward of both."""
-        return self.other.forward(x, stash, self.one.forward(x, stash, residual))
-
-    def recompute(self, x: Array, stash: Stash) -> None:
-        """Fill the stash as forward does. Comm: recompute of both."""
-        self.one.recompute(x, stash)
-        self.other.recompute(x, stash)
-
-    def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """Return dx (B, T, D) of dy (B, T, D). Comm: backward_input of both."""
-        dx = self.other.backward_input(dy, stash)
-        return self.ops.accumulate(dx, self.one.backward_input(dy, stash))
-
-    def backward_weight(self, stash: Stash) -> None:
-        """Accumulate the gradients of both. Comm: backward_weight of both."""
-        self.other.backward_weight(stash)
-        self.one.backward_weight(stash)

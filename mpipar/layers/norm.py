@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from mpipar.layers.context import Context
+from mpipar.layers.contracts import Layer
 from mpipar.layers.param import Param
-from mpipar.layers.recompute import run_again
+from mpipar.layers.recompute import recompute
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
 
@@ -47,11 +48,11 @@ class Norm:
         stash[self.name, "x"] = x, *statistics
         return y
 
-    def backward_input(self, dy: Array, stash: Stash, residual: Array | None = None) -> Array:
-        """Return dx (B, T, D) of dy (B, T, D), plus residual."""
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
+        """Return dx (B, T, D) of dy (B, T, D)."""
         stash[self.name, "dy"] = dy
         x, *statistics = stash[self.name, "x"]
-        return self._backward_input(dy, x, self.params[0].data, *statistics, residual)
+        return self._backward_input(dy, x, self.params[0].data, *statistics)
 
     def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of the parameters."""
@@ -81,30 +82,38 @@ NORMS: dict[str, type[Norm]] = {"layer": LayerNorm, "rms": RMSNorm}  # --norm
 
 
 class Residual:
-    """y = x + branch(norm(x)); dy flows around the branch and through it.
+    """y = x + the sum of all branch(norm(x)); dy flows around the branches and through them.
 
-    norm: a Norm. branch: a layer that keeps the shape of x and adds the `residual` it is given. A
-    device computes each of the two sums together with what precedes it. Comm: what the branch
-    sends.
+    branches: layers that keep the shape of x. Comm: what the branches send.
     """
 
-    def __init__(self, norm: Norm, branch: Any):
-        self.norm, self.branch = norm, branch
-        self.params = [*norm.params, *branch.params]
+    def __init__(self, norm: Norm, *branches: Layer) -> None:
+        self.ops, self.norm, self.branches = norm.ops, norm, branches
+        self.params = [param for one in (norm, *branches) for param in one.params]
 
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return y (B, T, D) of x (B, T, D)."""
-        return self.branch.forward(self.norm.forward(x, stash), stash, x)
+        h = self.norm.forward(x, stash)
+        for branch in self.branches:
+            x = self.ops.accumulate(branch.forward(h, stash), x)
+        return x
 
     def recompute(self, x: Array, stash: Stash) -> None:
         """Fill the stash as forward does, without what only y needs."""
-        run_again([self.norm, self.branch], x, stash)
+        h = self.norm.forward(x, stash)
+        for branch in self.branches:
+            recompute(branch, h, stash)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Return dx (B, T, D) of dy (B, T, D)."""
-        return self.norm.backward_input(self.branch.backward_input(dy, stash), stash, dy)
+        *others, last = self.branches
+        dh = last.backward_input(dy, stash)
+        for branch in reversed(others):
+            dh = self.ops.accumulate(dh, branch.backward_input(dy, stash))
+        return self.ops.accumulate(self.norm.backward_input(dh, stash), dy)
 
     def backward_weight(self, stash: Stash) -> None:
-        """Accumulate the gradients of the branch and of the norm."""
-        self.branch.backward_weight(stash)
+        """Accumulate the gradients of the branches and of the norm."""
+        for branch in reversed(self.branches):
+            branch.backward_weight(stash)
         self.norm.backward_weight(stash)

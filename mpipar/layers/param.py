@@ -65,7 +65,6 @@ class Param:
     data: Array
     grad: Array
     master: Array
-    fresh: bool  # whether the gradient still consists of the zeros that a step begins with
 
     def __init__(
         self,
@@ -117,7 +116,6 @@ class Param:
     def place(self, kind: str, buffer: Array, start: int) -> None:
         """Make data, grad or master a view of a flat buffer, starting at `start`."""
         self._places[kind] = buffer, start
-        self.fresh = False
         setattr(self, kind, buffer[start : start + self.size].reshape(self.local_shape))
 
     def displace(self, kind: str) -> None:
@@ -125,7 +123,7 @@ class Param:
         self._places.pop(kind, None)
         setattr(self, kind, None)
 
-    def through(self, last: Param, kind: str) -> Array:
+    def span(self, last: Param, kind: str) -> Array:
         """Return a view of the flat buffer, from this parameter's numbers to those of `last`.
 
         A product can thus read a layer's tensors, which are side by side, as one.

@@ -40,7 +40,11 @@ class Recomputed:
         """Return dx of dy. Comm: forward (phase "recompute") and backward_input of the layers."""
         inner = stash.inner()
         with self.recorder.at("recompute"):
-            run_again(self.layers, stash.pop((self, "x")), inner)
+            x = stash.pop((self, "x"))
+            *others, last = self.layers
+            for layer in others:
+                x = layer.forward(x, inner)
+            recompute(last, x, inner)
         stash[self, "inner"] = inner
         for layer in reversed(self.layers):
             dy = layer.backward_input(dy, inner)
@@ -54,13 +58,10 @@ class Recomputed:
         assert not inner, f"the block left {list(inner)} in the stash"
 
 
-def run_again(layers: Sequence[Layer], x: Array, stash: Stash) -> None:
-    """Fill the stash as the layers' forward does; nothing reads the result.
+def recompute(layer: Layer, x: Array, stash: Stash) -> None:
+    """Fill the stash as the layer's forward does; nothing reads the result.
 
-    If the last layer has `recompute(x, stash)`, that leaves out what only the result needs: a
-    product and its barrier. Comm: forward of the layers, except that barrier.
+    If it has `recompute(x, stash)`, that leaves out what only the result needs: a product and its
+    barrier. Comm: forward of the layer, except that barrier.
     """
-    *others, last = layers
-    for layer in others:
-        x = layer.forward(x, stash)
-    getattr(last, "recompute", last.forward)(x, stash)
+    getattr(layer, "recompute", layer.forward)(x, stash)

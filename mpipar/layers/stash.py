@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mpipar.ops.signature import Array, Shape
+
+if TYPE_CHECKING:
+    pass
+
+
+class Batch(Protocol):
+    """One microbatch: tokens and targets (B, T), and positions (T,) in their rows.
+
+    targets is None when generating; positions may then be (B, T), one set per row. all_positions:
+    those of the tokens that all ranks of cp hold, None if a rank holds them all.
+    """
+
+    @property
+    def tokens(self) -> Array: ...
+    @property
+    def targets(self) -> Array | None: ...
+    @property
+    def positions(self) -> Array: ...
+    @property
+    def all_positions(self) -> Array | None: ...
+    @property
+    def shape(self) -> Shape: ...
 
 
 class Stash(dict[tuple[Any, str], Any]):
     """Arrays by (layer name, kind), and the microbatch they belong to, for layers that read it.
 
-    cache: what keeps keys and values while text is generated (see partition/context_cached.py).
+    cache: what keeps keys and values while text is generated (see parallel/kv_cache.py).
 
     No array in it may alias a buffer that a later receive writes. The engine therefore receives
     every message into a new buffer, which then belongs to the layers.

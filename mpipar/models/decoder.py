@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from mpipar.config.model import ModelConfig
 from mpipar.files.text import counted
@@ -21,17 +20,100 @@ from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
 from mpipar.layers.embedding import EMBEDDINGS
 from mpipar.layers.ffn import FFNS, FeedForward
+from mpipar.layers.linears import LINEARS
 from mpipar.layers.loss import CrossEntropy, Head
-from mpipar.layers.moe import Beside, MixtureOfExperts
+from mpipar.layers.moe import MixtureOfExperts
 from mpipar.layers.norm import NORMS, Norm, Residual
+from mpipar.layers.parallel.column import ColumnLinear
+from mpipar.layers.parallel.column_ring import ColumnRingLinear
+from mpipar.layers.parallel.column_sequence import ColumnSequenceLinear
+from mpipar.layers.parallel.linear import Linear
+from mpipar.layers.parallel.row import RowLinear
+from mpipar.layers.parallel.row_ring import RowRingLinear
+from mpipar.layers.parallel.row_sequence import RowSequenceLinear
+from mpipar.layers.parallel.tokens import SequenceShardedTokens
 from mpipar.layers.param import ALONE, Param
 from mpipar.models.stage import LayerRun, stage_parts
-from mpipar.partition.tokens import WholeTokens, holder
 
 STD = 0.02  # GPT-2's standard deviation of initial weights
 ENTRY = "embedding"  # what the first stage holds before its blocks
 CUT = "heads, ffn, vocabulary"  # what tp divides
 TOKENS = "embedding.tokens"  # the table that a tied head shares
+
+
+def linears_of(context: Context, config: ModelConfig) -> tuple[type[Linear], type[Linear]]:
+    """Return the cuts of two products, the second of which reads the first one's result."""
+    if context.tp.size == 1 or not config.sequence_parallel:
+        return ColumnLinear, RowLinear
+    if config.tp_matmul == "ring":
+        return ColumnRingLinear, RowRingLinear
+    return ColumnSequenceLinear, RowSequenceLinear
+
+
+def attention(
+    context: Context, config: ModelConfig, name: str, rotation: Rotation | None
+) -> Attention:
+    """Return attention whose heads are divided among the ranks of tp."""
+    Column, Row = linears_of(context, config)
+    rows, width, head_width, kv_heads = (
+        config.rows,
+        config.d_model,
+        config.head_dim,
+        config.kv_heads,
+    )
+    assert head_width, "completed"
+    assert kv_heads, "completed"
+    head, kv_head = (config.heads, head_width), (kv_heads, head_width)
+    if rows == "in":  # q, k and v are one tensor
+        qkv = Column(
+            context,
+            f"{name}.qkv",
+            (width,),
+            (3, *head),
+            out_axis=1,
+            std=STD,
+            bias=config.bias != "none",
+        )
+    else:
+        tensors = {
+            f"{name}.q": (head, "tp"),
+            f"{name}.k": (kv_head, "kv_heads"),
+            f"{name}.v": (kv_head, "kv_heads"),
+        }
+        qkv = Column(
+            context,
+            f"{name}.qkv",
+            (width,),
+            tensors,
+            std=STD,
+            bias=config.bias != "none",
+            rows=rows,
+        )
+    bias, std = config.bias == "all", out_std(config)
+    proj = Row(context, f"{name}.proj", head, (width,), std=std, bias=bias, rows=rows)
+    return Attention(
+        context,
+        name,
+        qkv,
+        proj,
+        heads=config.heads,
+        kv_heads=kv_heads,
+        head_width=head_width,
+        rotation=rotation,
+    )
+
+
+def feed_forward(context: Context, config: ModelConfig, name: str, ffn: int) -> FeedForward:
+    """Return a feed-forward network of this width, which is divided among the ranks of tp."""
+    Column, Row = linears_of(context, config)
+    if config.ffn_cut != "pair":
+        Column = Row = LINEARS[config.ffn_cut]
+    kind, width = FFNS[config.activation], config.d_model
+    wide = {f"{name}.{tensor}": ((ffn,), "tp") for tensor in kind.tensors}
+    bias, rows = config.bias == "all", config.rows
+    up = Column(context, f"{name}.up", (width,), wide, std=STD, bias=bias, rows=rows)
+    down = Row(context, f"{name}.down", (ffn,), (width,), std=out_std(config), bias=bias, rows=rows)
+    return kind(name, up, down)
 
 
 def dense_block(
@@ -51,13 +133,10 @@ def expert_block(
     context: Context, config: ModelConfig, index: int, rotation: Rotation | None
 ) -> list[Layer]:
     """Return the layers of a pre-norm block with experts, and perhaps a shared network."""
-    branch: Any = MixtureOfExperts(
-        context, f"block{index}.moe", config, std=STD, out_std=out_std(config)
-    )
-    if config.shared_expert_ffn:
-        name = f"block{index}.shared"
-        branch = Beside(feed_forward(context, config, name, config.shared_expert_ffn), branch)
-    return block_around(context, config, index, rotation, branch)
+    name, shared = f"block{index}", config.shared_expert_ffn
+    beside = [feed_forward(context, config, f"{name}.shared", shared)] if shared else []
+    moe = MixtureOfExperts(context, f"{name}.moe", config, std=STD, out_std=out_std(config))
+    return block_around(context, config, index, rotation, *beside, moe)
 
 
 def out_std(config: ModelConfig) -> float:
@@ -68,34 +147,20 @@ def out_std(config: ModelConfig) -> float:
     return STD / math.sqrt(2 * config.layers)
 
 
-def feed_forward(context: Context, config: ModelConfig, name: str, ffn: int) -> FeedForward:
-    """Return a feed-forward network of this width."""
-    return FFNS[config.activation](
-        context,
-        name,
-        config.d_model,
-        ffn,
-        cuts=context.pair(config.ffn_cut),
-        std=STD,
-        out_std=out_std(config),
-        bias=config.bias == "all",
-        rows=config.rows,
-    )
-
-
 def block_around(
     context: Context,
     config: ModelConfig,
     index: int,
     rotation: Rotation | None,
-    branch: Any,
+    *branches: Layer,
 ) -> list[Layer]:
-    """Return the layers of a block: attention, then the branch."""
+    """Return the layers of a block: attention, then the branches side by side."""
     name = f"block{index}"
-    norm1 = norm_layer(context, f"{name}.norm1", config)
-    attn = Attention(context, f"{name}.attn", config, rotation, std=STD, out_std=out_std(config))
-    norm2 = norm_layer(context, f"{name}.norm2", config)
-    return [Residual(norm1, attn), Residual(norm2, branch)]
+    attn = attention(context, config, f"{name}.attn", rotation)
+    return [
+        Residual(norm_layer(context, f"{name}.norm1", config), attn),
+        Residual(norm_layer(context, f"{name}.norm2", config), *branches),
+    ]
 
 
 BLOCKS = {"dense": dense_block, "experts": expert_block}  # by config.block_kind(index)
@@ -161,9 +226,9 @@ class Stage(LayerRun):
         stage_layers: tuple[int, ...],
         tables: dict[str, Param],
     ):
-        kind = holder(config.sequence_parallel, config.tp_matmul)
-        held = (kind if context.tp.size > 1 else WholeTokens)(context.ops, context.tp)
-        context = replace(context, held=held)
+        if config.sequence_parallel and context.tp.size > 1:
+            held = SequenceShardedTokens(context.ops, context.tp)
+            context = replace(context, held=held)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         elsewhere = set(tables)
         rotation = Rotation(context.ops, config) if config.positions == "rope" else None

@@ -232,10 +232,11 @@ class ArrayOps:
         assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
         out += as_rows(x).T @ as_rows(y)
 
-    @shapes("x[..K] w[KM] b[M] residual[..M]? -> y[..M]")
-    def matmul_bias(self, x: Array, w: Array, b: Array, residual: Array | None = None) -> Array:
-        """Return x w + b (..., M), plus residual (..., M) if given."""
-        return self.bias_forward(self.matmul(x, w), b, residual)
+    @shapes("x[..K] w[KM] b[M]? -> y[..M]")
+    def matmul_bias(self, x: Array, w: Array, b: Array | None) -> Array:
+        """Return x w (..., M), plus b if there is one."""
+        y = self.matmul(x, w)
+        return y if b is None else self.bias_forward(y, b)
 
     @shapes("x[..K] w[KM] b[M] -> a[..M] h[..M]")
     def matmul_bias_gelu(self, x: Array, w: Array, b: Array) -> tuple[Array, Array]:
@@ -248,14 +249,12 @@ class ArrayOps:
         """Return dh = (dy w^T) GELU'(h), (..., K)."""
         return self.gelu_backward_input(self.matmul_nt(dy, w), h)
 
-    @shapes("x[..K] y[..M] out[KM]+ sums[M]+ fresh ->")
-    def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array, fresh: bool) -> None:
-        """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,).
-
-        fresh: whether sums is known to be zero, so that it may be overwritten.
-        """
+    @shapes("x[..K] y[..M] out[KM]+ sums[M]+? ->")
+    def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array | None) -> None:
+        """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,)."""
         self.matmul_tn_add(x, y, out)
-        self.bias_backward_weight(y, sums)
+        if sums is not None:
+            self.bias_backward_weight(y, sums)
 
     @shapes("y[..M]+ b[M] residual[..M]? -> y")
     def bias_forward(self, y: Array, b: Array, residual: Array | None = None) -> Array:

@@ -64,11 +64,10 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
 
     # Products with what follows them, where cuBLASLt has both as one function.
 
-    def matmul_bias(self, x: Array, w: Array, b: Array, residual: Array | None = None) -> Array:
-        """Return x w + b (..., M), plus residual (..., M) if given."""
-        added = None if residual is None else as_rows(self._whole(residual))
-        y = self._with(BIAS, x, w, bias=self._whole(b), added=added)
-        return super().matmul_bias(x, w, b, residual) if y is None else y
+    def matmul_bias(self, x: Array, w: Array, b: Array | None) -> Array:
+        """Return x w (..., M), plus b if there is one."""
+        y = None if b is None else self._with(BIAS, x, w, bias=self._whole(b))
+        return super().matmul_bias(x, w, b) if y is None else y
 
     def matmul_bias_gelu(self, x: Array, w: Array, b: Array) -> tuple[Array, Array]:
         """Return (GELU of h, h = x w + b), both (..., M)."""
@@ -84,18 +83,14 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
         dh = self._with(DGELU, dy, w.T, aux=self._whole(h))
         return super().matmul_nt_gelu_backward(dy, w, h) if dh is None else dh
 
-    def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array, fresh: bool) -> None:
-        """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,).
-
-        The product's kernel overwrites the sums.
-        """
-        made = sums if fresh else self.xp.empty(sums.shape, sums.dtype)
-        if self._epilogues is None or not self._epilogues.with_sums(
-            as_rows(x).T, as_rows(y), out, made
-        ):
-            super().matmul_tn_add_sums(x, y, out, sums, fresh)
-        elif not fresh:
-            self.accumulate(sums, made)
+    def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array | None) -> None:
+        """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,)."""
+        if sums is not None and self._epilogues is not None:
+            made = self.xp.empty(sums.shape, sums.dtype)  # which the product's kernel overwrites
+            if self._epilogues.with_sums(as_rows(x).T, as_rows(y), out, made):
+                self.accumulate(sums, made)
+                return
+        super().matmul_tn_add_sums(x, y, out, sums)
 
     def _with(self, epilogue: int, x: Array, w: Array, **more: Array | None) -> Array | None:
         """Return x w with an epilogue, or None if there is no such function."""

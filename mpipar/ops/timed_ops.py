@@ -12,18 +12,18 @@ from typing import Any
 from mpipar.ops.functions import MEMORY, Ops
 from mpipar.ops.signature import Function
 
-PARTITION = "mpipar.partition"
+PARALLEL = "mpipar.layers.parallel"
 
 
 def layer_of(frame: FrameType) -> str:
-    """Return the `name` in the function that a frame runs, else that of its `self` or `here`.
+    """Return the `name` in the function that a frame runs, else that of its `self`.
 
-    Helpers of mpipar/partition have none of them; they get the name of the cut that calls them.
+    Helpers of layers/parallel have neither; they get the name of the cut that calls them.
     """
     while True:
         local = frame.f_locals
-        layer = str(local.get("name") or getattr(local.get("self", local.get("here")), "name", ""))
-        if layer or not frame.f_globals["__name__"].startswith(PARTITION):
+        layer = str(local.get("name") or getattr(local.get("self"), "name", ""))
+        if layer or not frame.f_globals["__name__"].startswith(PARALLEL):
             return layer
         assert frame.f_back
         frame = frame.f_back

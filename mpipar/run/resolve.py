@@ -11,8 +11,8 @@ from mpipar.config.reading import ParsedConfig, choice_problems
 from mpipar.config.sections import Config, build, in_force, named
 from mpipar.data.dataset import is_dataset, read_dataset
 from mpipar.errors import DataError, UsageError, UserError
+from mpipar.layers.parallel.context import keeps_scores
 from mpipar.ops import shapes_for
-from mpipar.partition.context import keeps_scores
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Schedule
 from mpipar.run.combinations import RULES

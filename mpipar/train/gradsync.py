@@ -125,7 +125,6 @@ class GradSync(Generic[Flat]):
         """Set all gradients to zero, before the first backward of a step."""
         for flat in self.flats:
             self.ops.fill(flat.grad, 0)
-            flat.freshen(slice(0, flat.total))
 
     def counts(self, flat: Flat) -> bool:
         """Return whether this rank counts a buffer's sums: one rank of the data group does."""

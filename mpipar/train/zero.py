@@ -221,7 +221,6 @@ class PieceSync(ScatterSync):
         self.ops.fill(self.scratch, 0)
         for flat, number, part in views_in(self.scratch, self.needs[stage][unit]):
             flat.place("grad", part, flat.segments[number].run)
-            flat.freshen(flat.segments[number].run)
 
     def end_unit(self, stage: int, unit: int, last: bool) -> None:
         """Post the sums of the unit's gradients. Comm: one reduce_scatter per segment."""

@@ -46,7 +46,6 @@ CHOICES = {
     "shared_expert_ffn": (None, 11),
     "router_balance": (None, "none", "bias"),
     "ep": (None, 2),
-    "expert_dispatch": (None, "all-gather"),
     "sequence_parallel": (None, True),
     "tp_matmul": (None, "ring"),
     "recompute": (None, "block", "attention"),

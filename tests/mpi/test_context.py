@@ -29,18 +29,16 @@ from mpipar.data import rows as data_rows
 from mpipar.data.rows import Batch
 from mpipar.inference.generate import continue_one
 from mpipar.inference.sampling import Sampling
+from mpipar.layers.parallel import allgather_attention, ring_attention
+from mpipar.layers.parallel.context import attention_over
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.partition import context_gather, context_ring, context_whole
-from mpipar.partition.context_ulysses import Ulysses
-from mpipar.partition.contracts import Attending
 from mpipar.study.explain.predict import predict
 
 pytestmark = [pytest.mark.ranks(2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 # 8 heads of width 3; 16 tokens are 2 pieces for each of up to 8 ranks.
 MODEL = ModelConfig(layers=4, d_model=24, heads=8, ffn=31, seq_len=16, vocab_size=29)
 HELD = replace(MODEL, sequence_parallel=True)
-METHODS = {"ring": context_ring, "gather": context_gather, "ulysses": Ulysses(context_whole)}
-METHOD_NAMES = tuple(METHODS)
+METHOD_NAMES = ("ring", "gather", "ulysses")
 # Ranks: [((dp, pp, tp), cp, schedule, model)]. Each method runs all of them.
 CASES = {
     2: [((1, 1, 1), 2, "1f1b", MODEL)],
@@ -112,10 +110,10 @@ def test_shared_key_heads_equal_whole_attention(method, kv_heads):
         [places[one] for one in token_pieces(length, method, WORLD.size, WORLD.rank)]
     )
     held = [x[:, own] for x in (q, k, v)]
-    here = Attending(ops, comm, "attn", Batch(None, None, own, places))
-    found, saved = METHODS[method].forward(here, *held)
+    attention, batch = attention_over(method)(ops, comm, "attn"), Batch(None, None, own, places)
+    found, saved = attention.forward(*held, batch)
     out = tuple(np.empty_like(x) for x in held)
-    METHODS[method].backward_input(here, dy[:, own], saved, out)
+    attention.backward_input(dy[:, own], saved, batch, out)
     for have, want in zip((found, *out), wanted, strict=True):
         np.testing.assert_allclose(have, want[:, own], rtol=1e-12, atol=1e-13)
 
@@ -189,7 +187,7 @@ def test_a_zigzag_gives_every_rank_the_same_work(monkeypatch, method):
 
 
 def keys_that_do_not_come_home(plain, self, x, peer, tag, name):
-    lost = self.axis == "cp" and tag == context_ring.GRADIENTS
+    lost = self.axis == "cp" and tag == ring_attention.GRADIENTS
     return plain(self, x * 0.0 if lost else x, peer, tag, name)
 
 
@@ -218,9 +216,9 @@ def keys_in_the_order_of_the_ranks(_plain, tokens, method, *place):
     [
         (Comm, "isend", keys_that_do_not_come_home, "ring"),
         (NumpyOps, "attention_merge", added_without_rescaling, "ring"),
-        *((Comm, "iall_reduce", not_summed_over_a_row, method) for method in METHODS),
+        *((Comm, "iall_reduce", not_summed_over_a_row, method) for method in METHOD_NAMES),
         *((data_rows, "token_pieces", one_run_of_tokens, method) for method in ("ring", "gather")),
-        (context_gather, "held_and_whole", keys_in_the_order_of_the_ranks, "gather"),
+        (allgather_attention, "held_and_whole", keys_in_the_order_of_the_ranks, "gather"),
     ],
     ids=called,
 )

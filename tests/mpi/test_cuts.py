@@ -6,7 +6,6 @@ Bytes and memory equal the formulas, and planted bugs are caught.
 import runpy
 import tracemalloc
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from helpers import REPOSITORY
 from small_model import WORLD, comms_of, cpu
 
 from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, whole
+from bench.matmul.mesh import MESH_CUTS
 from docs.build.commands import FILE
 from mpipar import ops as ops_module
 from mpipar.comm.connect import Options
@@ -23,9 +23,9 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder, Sums
 from mpipar.layers.context import Context
 from mpipar.layers.flat import FlatParams
-from mpipar.layers.linear import Linear
+from mpipar.layers.linears import LINEARS, make_linear
+from mpipar.layers.parallel import chunks, ring, tokens
 from mpipar.layers.stash import Stash
-from mpipar.partition import CUTS, MESH_CUTS, chunks, ring, tokens
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 TOLERANCE = 1e-12
@@ -38,10 +38,10 @@ SIZES = [Sizes(3, 5, 7, 11), Sizes(1, 1, 2, 1), Sizes(2, 24, 48, 72)]
 def connected(case, sizes, ops=None, **options):
     """The product of a cut, whose three functions have run. Comm: the cut's."""
     ops, recorder = ops or cpu(), Recorder()
-    comms, comm = connect(
+    comms, mesh = connect(
         *case, WORLD.rank, ops, recorder, mpi_world=WORLD, options=Options(**options)
     )
-    product = CutProduct(ops, recorder, case[0], comm, sizes)
+    product = CutProduct(ops, recorder, case[0], comms, mesh, sizes)
     product.take(whole(sizes, "float64"))
     for phase in PHASES:
         product.run(phase)
@@ -192,8 +192,8 @@ def shape_run(case, sizes):
     """Run the cut on shapes: product, recorder, and bytes above the blocks held, by phase."""
     recorder = Recorder()
     ops = ops_module.make("shapes", "float64", recorder)
-    _, comm = connect(*case, WORLD.rank, ops, recorder)
-    product = CutProduct(ops, recorder, case[0], comm, sizes)
+    comms, mesh = connect(*case, WORLD.rank, ops, recorder)
+    product = CutProduct(ops, recorder, case[0], comms, mesh, sizes)
     product.take(whole(sizes, "float64"))
     extra = []
     for phase in PHASES:
@@ -226,7 +226,7 @@ def memory_of(case, product):
     x, w, y = local_sizes(product)
     side, pieces = q - 1, min(2, q - 1)  # pieces of a ring that belong to other ranks
     last_row, last_column, place = (
-        (product.comm.row.index, product.comm.column.index, 0)
+        (product.mesh.row.index, product.mesh.column.index, 0)
         if cut in MESH_CUTS
         else (side, side, product.comm.index)
     )
@@ -286,7 +286,9 @@ def pair_of_layers(comms, cuts):
     """(y, dx, {name: (the Param, its gradient)}) of two layers with these cuts. Comm: theirs."""
     ops, widths = cpu(), ((6,), (23,), (5,))
     first, second = (
-        Linear(Context(ops, comms), f"{number}", *widths[number : number + 2], cut=cut, std=0.3)
+        make_linear(
+            Context(ops, comms), f"{number}", *widths[number : number + 2], cut=cut, std=0.3
+        )
         for number, cut in enumerate(cuts)
     )
     params = [*first.params, *second.params]
@@ -323,8 +325,8 @@ def add_here(monkeypatch, tmp_path):
     """The cut of docs/how-to/add-a-cut.md, in the table."""
     page = (REPOSITORY / "docs" / "how-to" / "add-a-cut.md").read_text(encoding="utf-8")
     (tmp_path / "add_here.py").write_text(dict(FILE.findall(page))["add_here.py"])
-    cut = SimpleNamespace(**runpy.run_path(str(tmp_path / "add_here.py")))
-    monkeypatch.setitem(CUTS, "add_here", cut)
+    cut = runpy.run_path(str(tmp_path / "add_here.py"))["AddHereLinear"]
+    monkeypatch.setitem(LINEARS, "add_here", cut)
     return cut
 
 
@@ -339,5 +341,9 @@ def test_a_cut_goes_with_a_layer(cuts, add_here):
 
 @pytest.mark.ranks(2, 4)
 def test_a_cut_of_the_how_to_that_adds_nothing_is_caught(add_here, monkeypatch):
-    monkeypatch.setattr(add_here, "forward", lambda here, x, w: here.ops.matmul(x, w))
+    def not_added(self, x, stash):
+        stash[self.name, "x"] = x
+        return self.ops.matmul_bias(x, self.w, self.b)
+
+    monkeypatch.setattr(add_here, "forward", not_added)
     assert "y" in wrong_results(("column", "add_here"))

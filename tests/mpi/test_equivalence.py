@@ -18,8 +18,8 @@ from small_model import (
 )
 
 from mpipar.comm.group import Comm
+from mpipar.layers.parallel.tokens import SequenceShardedTokens
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.partition.tokens import CutTokens
 
 HERE = LAYOUTS[WORLD.size]
 CUT = [layout for layout in HERE if layout[2] > 1]
@@ -124,7 +124,7 @@ def padding_that_is_not_zero(plain, self, shape, dtype=None, label="stash"):
         (Comm, "all_reduce", not_reduced, {"norm": "layer"}),
         (Comm, "all_reduce", not_reduced, {"norm": "rms"}),
         (Comm, "all_reduce", reduced_twice, {}),
-        (CutTokens, "positions", positions_of_the_first_rank, {}),
+        (SequenceShardedTokens, "positions", positions_of_the_first_rank, {}),
         *((NumpyOps, "zeros", padding_that_is_not_zero, {"tp_matmul": one}) for one in MATMULS),
     ],
     ids=called,

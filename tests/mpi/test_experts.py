@@ -17,9 +17,9 @@ from small_model import (
 )
 
 from mpipar.comm.grid import Grid
+from mpipar.layers.parallel.expert_dispatch import ExpertDispatch
 from mpipar.layers.param import Param
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.partition import experts_all_to_all, experts_gather
 from mpipar.train.verify import differences, full_tensors
 
 LAYOUTS = {  # number of ranks: ((dp, pp, tp), cp, ep)
@@ -71,7 +71,6 @@ CASES = [
         lambda one: one["router_balance"] == "loss",
         router_balance=["none", "loss", "bias"],
     ),
-    *some(HERE, 2, expert_dispatch="all-gather"),
     *some(
         HERE,
         1,
@@ -166,16 +165,16 @@ def summed_over_data(plain, self, group, cut):
     return plain(self, group, cut if group == "tp" else ())
 
 
-def weighted_twice(plain, ops, rows, plan, weighted, comm, name):
-    probs = plan.probs**2 if comm.size > 1 else plan.probs
-    return plain(ops, rows, plan._replace(probs=probs), weighted, comm, name)
+def weighted_twice(plain, self, rows, plan, weighted):
+    probs = plan.probs**2 if self.comm.size > 1 else plan.probs
+    return plain(self, rows, plan._replace(probs=probs), weighted=weighted)
 
 
-def in_order_of_sending(plain, ops, rows, plan, weighted, comm, name):
+def in_order_of_sending(plain, self, rows, plan, weighted):
     """Results are not put back to their tokens."""
-    if comm.size > 1:
+    if self.comm.size > 1:
         plan = plan._replace(places=np.arange(plan.places.size).reshape(plan.places.shape))
-    return plain(ops, rows, plan, weighted, comm, name)
+    return plain(self, rows, plan, weighted=weighted)
 
 
 def balanced_by_microbatch(plain, self, dlogits, logits, loads, factor):
@@ -183,24 +182,18 @@ def balanced_by_microbatch(plain, self, dlogits, logits, loads, factor):
     plain(self, dlogits, logits, np.broadcast_to(loads.mean(axis=0), loads.shape), factor)
 
 
-def router_detached(plain, ops, factors, plan, comm, name):
+def router_detached(plain, self, factors, plan):
     """Its gradient does not cross the border between ranks."""
-    return plain(ops, factors * (comm.size == 1), plan, comm, name)
+    return plain(self, factors * (self.comm.size == 1), plan)
 
 
-def router_unsummed(_plain, ops, factors, plan, comm, name):
-    """Keep on each rank what its own experts tell the router, as after a plain all-gather."""
-    whole = ops.embedding_forward(plan.places, factors.reshape(-1, 1), plan.start)
-    return whole.reshape(comm.size, -1, *plan.places.shape[1:])[comm.index][: plan.length]
-
-
-def counts_of_another(plain, ops, choice, experts, comm, name):
+def counts_of_another(plain, self, choice):
     """Distribute rows among this rank's experts by the counts of the previous microbatch."""
-    found = plain(ops, choice, experts, comm, name)
-    if comm.size == 1:
+    found = plain(self, choice)
+    if self.comm.size == 1:
         return found
-    first = min(LAST_COUNTS.get(name, found.counts)[0], sum(found.counts))
-    LAST_COUNTS[name] = found.counts
+    first = min(LAST_COUNTS.get(self.name, found.counts)[0], sum(found.counts))
+    LAST_COUNTS[self.name] = found.counts
     return found._replace(counts=[first, sum(found.counts) - first])
 
 
@@ -212,19 +205,17 @@ LAST_COUNTS = {}
     ("owner", "name", "twin"),
     [
         (Grid, "uncut", summed_over_data),
-        (experts_all_to_all, "combine", weighted_twice),
-        (experts_all_to_all, "combine", in_order_of_sending),
+        (ExpertDispatch, "combine", weighted_twice),
+        (ExpertDispatch, "combine", in_order_of_sending),
         (NumpyOps, "balance_backward_input", balanced_by_microbatch),
-        (experts_all_to_all, "factors_back", router_detached),
-        (experts_gather, "factors_back", router_unsummed),
-        (experts_all_to_all, "plan", counts_of_another),
+        (ExpertDispatch, "factors_back", router_detached),
+        (ExpertDispatch, "plan", counts_of_another),
     ],
     ids=called,
 )
 def test_a_planted_bug_is_seen(owner, name, twin, monkeypatch):
     plant(monkeypatch, owner, name, twin)
-    dispatch = "all-gather" if owner is experts_gather else "all-to-all"
-    assert_caught(expert_config(TWO, expert_dispatch=dispatch))
+    assert_caught(expert_config(TWO))
 
 
 @pytest.mark.ranks(2)

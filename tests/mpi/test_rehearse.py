@@ -62,7 +62,6 @@ CASES = {  # name: arguments of small_config
         "model": EXPERTS,
         "ep": 2,
         "cp": 2,
-        "expert_dispatch": "all-gather",
     },
     "zero 3": {"layout": SHARED, "zero": 3},
     "bfloat16": {"layout": TENSOR, "dtype": "bfloat16"},

@@ -1,12 +1,17 @@
 """The words for what a barrier makes of an array, compared with numbers on real ranks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from small_model import WORLD, comms_of, cpu
 
 from mpipar.comm.group import Comm
 from mpipar.comm.record import TURNS
-from mpipar.partition import CUTS, Here, Sizes
+from mpipar.layers.context import Context
+from mpipar.layers.flat import FlatParams
+from mpipar.layers.linears import LINEARS
+from mpipar.layers.stash import Stash
 
 pytestmark = pytest.mark.ranks(2, 4)
 Q = WORLD.size
@@ -32,10 +37,15 @@ CALLS = {  # the collective of a Comm, as a function of a rank's array (Q, Q)
 
 
 @pytest.fixture
-def tp():
+def comms():
     comms = comms_of(axes={"tp": Q})
-    yield comms["tp"]
+    yield comms
     comms.close()
+
+
+@pytest.fixture
+def tp(comms):
+    return comms["tp"]
 
 
 def numbers(*shape, seed=0):
@@ -93,33 +103,36 @@ def inner(state, x, y):
     return WORLD.allreduce(local)
 
 
-def gap(name, tp):
+def gap(name, comms):
     """|<dy, F x> - <I dy, x>| of a cut: zero if backward is the transpose of forward."""
-    ops, cut = cpu(), CUTS[name]
+    ops = cpu()
+    layer = LINEARS[name](Context(ops, comms), "cut", (12,), (16,), std=0.0, bias=False)
+    FlatParams(ops, layer.params)
     (sx, ax), (sy, ay) = STATES[name]
     x, w, dy = (
         own(state, numbers(*shape, seed=seed), axis)
         for state, axis, shape, seed in (
             (sx, ax, (2, 8, 12), 1),
-            ("cut", cut.shard_axis, (12, 16), 2),
+            ("cut", int(layer.cuts_outputs), (12, 16), 2),
             (sy, ay, (2, 8, 16), 3),
         )
     )
-    here = Here(ops, tp, "cut", Sizes(8, 12, 16))
-    y = cut.forward(here, x, w)
-    dx, _ = cut.backward_input(here, dy, w)
+    layer.w[:] = w
+    stash = Stash(SimpleNamespace(shape=(2, 8)))
+    y = layer.forward(x, stash)
+    dx = layer.backward_input(dy, stash)
     return abs(inner(sy, dy, y) - inner(sx, dx, x))
 
 
-@pytest.mark.parametrize("name", CUTS)
-def test_backward_of_a_cut_is_the_transpose_of_forward(name, tp):
-    assert gap(name, tp) < 1e-11
+@pytest.mark.parametrize("name", LINEARS)
+def test_backward_of_a_cut_is_the_transpose_of_forward(name, comms):
+    assert gap(name, comms) < 1e-11
 
 
 @pytest.mark.parametrize("name", ["column", "row"])
-def test_without_its_barrier_it_is_not(name, tp, monkeypatch):
+def test_without_its_barrier_it_is_not(name, comms, monkeypatch):
     monkeypatch.setattr(Comm, "all_reduce", lambda self, x, name, op="sum": x)
     try:
-        assert gap(name, tp) > 1e-3
+        assert gap(name, comms) > 1e-3
     except AssertionError:  # what must be whole differs between ranks
         return

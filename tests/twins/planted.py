@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
 from mpipar.comm.group import Comm
 from mpipar.data.rows import Rows
-from mpipar.layers.linear import Linear
+from mpipar.layers.linears import LINEARS
 from mpipar.layers.loss import CrossEntropy
+from mpipar.layers.parallel.row import RowLinear
 from mpipar.layers.param import Param
-from mpipar.partition import row
 from mpipar.pipeline.engine import Engine
 from mpipar.train.gradsync import GradSync
 from mpipar.train.worker import Worker
@@ -79,15 +79,11 @@ def summed_early():
     return replaced(Engine, enter=enter, leave=lambda self, unit: None)
 
 
-@in_place_of(Linear, "forward")
-def bias_on_every_rank(plain, self, x, stash, residual=None):
+@in_place_of(RowLinear, "forward")
+def bias_on_every_rank(_plain, self, x, stash):
     """Add the bias of a row cut before the sum over ranks."""
     stash[self.name, "x"] = x
-    if self.cut is not row:
-        return plain(self, x, stash, residual)
-    y = self.ops.matmul(x, self.matrix("data"))
-    y = self.comm.all_reduce(self.ops.bias_forward(y, self.bias("data")), self.name)
-    return y if residual is None else self.ops.accumulate(y, residual)
+    return self.comm.all_reduce(self.ops.matmul_bias(x, self.w, self.b), self.name)
 
 
 @in_place_of(GradSync, "finish")
@@ -115,17 +111,19 @@ def norm_counts_copies(plain, self):
 
 def weight_gradient_skipped():
     """Leave out the fifth weight gradient of a step."""
-    plain, calls = Linear.backward_weight, []
+    calls, twins = [], ExitStack()
+    for cut in LINEARS.values():
 
-    def backward_weight(self, stash):
-        calls.append(self.name)
-        if len(calls) == 5:
-            stash.pop((self.name, "x"))
-            stash.pop((self.name, "dy"))
-        else:
-            plain(self, stash)
+        def backward_weight(self, stash, plain=cut.backward_weight):
+            calls.append(self.name)
+            if len(calls) == 5:
+                stash.pop((self.name, "x"))
+                stash.pop((self.name, "dy"))
+            else:
+                plain(self, stash)
 
-    return replaced(Linear, backward_weight=backward_weight)
+        twins.enter_context(replaced(cut, backward_weight=backward_weight))
+    return twins
 
 
 @in_place_of(Engine, "run")

@@ -6,9 +6,9 @@ import numpy as np
 
 from mpipar.comm.grid import token_pieces
 from mpipar.data.rows import Batch
+from mpipar.layers.parallel.local_attention import LocalAttention
+from mpipar.layers.parallel.ring_attention import RingAttention
 from mpipar.learn.examples.wires import difference
-from mpipar.partition import context_ring, context_whole
-from mpipar.partition.contracts import Attending
 
 TOKENS = 8
 
@@ -35,11 +35,11 @@ def context(case) -> list[float]:
     def attended(method, group, places, all_places):
         batch = Batch(None, None, places, all_places)
         mine = [np.ascontiguousarray(one[:, places]) for one in (q, k, v)]
-        return method.forward(Attending(case.ops, group, "k and v", batch), *mine)[0][0, :, 0, 0]
+        return method(case.ops, group, "k and v").forward(*mine, batch)[0][0, :, 0, 0]
 
     every = np.arange(TOKENS)
-    found = attended(context_ring, case.comm, held, every)
+    found = attended(RingAttention, case.comm, held, every)
     case.board.note(
         "y, the mean of all v up to its token, equals the token's position", found[None]
     )
-    return [difference(found, attended(context_whole, case.alone, every, None)[held])]
+    return [difference(found, attended(LocalAttention, case.alone, every, None)[held])]

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.comm.grid import chunk_slice
+from mpipar.comm.grid import Grid, chunk_slice
+from mpipar.comm.group import Comm
+from mpipar.comm.groups import Comms
+from mpipar.layers.context import Context
+from mpipar.layers.flat import FlatParams
+from mpipar.layers.parallel.column import ColumnLinear
+from mpipar.layers.parallel.linear import Linear
+from mpipar.layers.parallel.row import RowLinear
+from mpipar.layers.stash import Stash
 from mpipar.learn.examples.wires import difference
-from mpipar.partition import Here, Sizes, column, row
 
 X = np.array([[1.0, 2.0], [3.0, 1.0]])  # two tokens
 W_UP = np.array([[1.0, 0.0, 2.0, 1.0], [0.0, 1.0, 1.0, -1.0]])
@@ -30,6 +37,18 @@ LOGITS = np.array(
 TARGETS = np.array([3, 4])
 
 
+def product(case, group: Comm, kind: type[Linear], name: str, w: np.ndarray) -> Linear:
+    """Return a layer over a group that holds this rank's part of w."""
+    comms = Comms.solo(case.ops, Grid(group.index, {"tp": group.size}))
+    comms["tp"] = group
+    layer = kind(Context(case.ops, comms), name, w.shape[:1], w.shape[1:], std=0.0, bias=False)
+    FlatParams(case.ops, layer.params)
+    whole = w if kind.cuts_outputs else w.T
+    own = whole[:, chunk_slice(whole.shape[1], group.size, group.index)]
+    case.ops.copy(layer.w, own if kind.cuts_outputs else own.T)
+    return layer
+
+
 def ffn(case) -> list[float]:
     """Compute y = (x w_up) w_down: the first product is cut by columns, the second by rows.
 
@@ -37,27 +56,25 @@ def ffn(case) -> list[float]:
     """
 
     def both(group, board):
-        part = chunk_slice(W_UP.shape[1], group.size, group.index)
-        up, down = W_UP[:, part].copy(), W_DOWN[part].copy()
-        d_up, d_down = np.zeros_like(up), np.zeros_like(down)
-        at_up = Here(case.ops, group, "ffn.up", Sizes(0, *W_UP.shape))
-        at_down = Here(case.ops, group, "ffn.down", Sizes(0, *W_DOWN.shape))
+        up = product(case, group, ColumnLinear, "ffn.up", W_UP)
+        down = product(case, group, RowLinear, "ffn.down", W_DOWN)
+        stash = Stash()
         board.note("x, whole on each rank: two tokens of two numbers", X)
-        board.note("w_up: each rank holds some columns", up)
-        h = column.forward(at_up, X, up)
+        board.note("w_up: each rank holds some columns", up.w)
+        h = up.forward(X, stash)
         board.note("h = x w_up: each rank computes its columns, without a barrier", h)
-        board.note("w_down: each rank holds the rows that fit its h", down)
-        y = row.forward(at_down, h, down)
+        board.note("w_down: each rank holds the rows that fit its h", down.w)
+        y = down.forward(h, stash)
         board.say("backward, from dy")
         board.note("dy, whole on each rank", DY)
-        dh, _ = row.backward_input(at_down, DY, down)
+        dh = down.backward_input(DY, stash)
         board.note("dh = dy w_down^T: each rank computes its columns, without a barrier", dh)
-        dx, _ = column.backward_input(at_up, dh, up)
-        row.backward_weight(at_down, h, DY, d_down)
-        column.backward_weight(at_up, X, dh, d_up)
-        board.note("gradient of w_down = h^T dy: each rank has that of its rows", d_down)
-        board.note("gradient of w_up = x^T dh: each rank has that of its columns", d_up)
-        return y, dx, d_up, d_down
+        dx = up.backward_input(dh, stash)
+        down.backward_weight(stash)
+        up.backward_weight(stash)
+        board.note("gradient of w_down = h^T dy: each rank has that of its rows", down.dw)
+        board.note("gradient of w_up = x^T dh: each rank has that of its columns", up.dw)
+        return y, dx, up.dw, down.dw
 
     y, dx, d_up, d_down = both(case.comm, case.board)
     whole = both(case.alone, case.silent)
@@ -75,10 +92,13 @@ def attention(case) -> list[float]:
 
     def heads(group, board):
         part = chunk_slice(HEADS, group.size, group.index)
-        w = W_QKV.reshape(4, 3, HEADS)[:, :, part].reshape(4, -1).copy()
         board.note("x, whole on each rank: two tokens of four numbers", TOKENS)
-        ops = case.ops
-        qkv = column.forward(Here(ops, group, "attn.qkv", Sizes(0, *W_QKV.shape)), TOKENS[None], w)
+        ops, width = case.ops, 3 * (part.stop - part.start)
+        by_head = np.ascontiguousarray(W_QKV.reshape(4, 3, HEADS).swapaxes(1, 2)).reshape(4, -1)
+        layer = product(case, group, ColumnLinear, "attn.qkv", by_head)  # q, k, v of each head
+        w = layer.w.reshape(4, -1, 3).swapaxes(1, 2).reshape(4, width)
+        qkv = layer.forward(TOKENS[None], Stash())
+        qkv = qkv.reshape(1, 2, -1, 3).swapaxes(2, 3).reshape(1, 2, width)
         q, k, v = (
             np.ascontiguousarray(one)[..., None]
             for one in np.moveaxis(qkv.reshape(1, 2, 3, -1), 2, 0)
@@ -93,8 +113,8 @@ def attention(case) -> list[float]:
             y[0, :, :, 0],
         )
         board.note("w_proj: the rows of its own heads", W_PROJ[part])
-        at_proj = Here(ops, group, "attn.proj", Sizes(0, *W_PROJ.shape))
-        return row.forward(at_proj, y.reshape(1, 2, -1), W_PROJ[part].copy())
+        proj = product(case, group, RowLinear, "attn.proj", W_PROJ)
+        return proj.forward(y.reshape(1, 2, -1), Stash())
 
     return [difference(heads(case.comm, case.board), heads(case.alone, case.silent))]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mpipar.partition import chunks, ring
+from mpipar.layers.parallel import chunks, ring
 
 ROWS = np.array([[1.0, 2.0], [3.0, 1.0], [2.0, 2.0], [1.0, 0.0]])  # of data
 GRADIENTS = np.array([[2.0], [1.0], [3.0], [4.0]])  # of the output, for each row

@@ -16,9 +16,9 @@ from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import family
 from mpipar.data.rows import rows_per_microbatch
 from mpipar.layers.context import recomputed_blocks
+from mpipar.layers.parallel.context import keeps_scores
 from mpipar.models.stage import stage_parts
 from mpipar.ops import shapes_for
-from mpipar.partition.context import keeps_scores
 from mpipar.study.explain.layer_costs import (
     DISPATCH,
     KINDS,
@@ -52,11 +52,6 @@ SENT = {
     "ring_home": (1, "q"),
 }
 
-SENDS = {  # --expert-dispatch: (formula, how many times its tokens a rank sends)
-    "all-to-all": ("k(ep-1)/ep", lambda k, ep: k * (ep - 1) / ep),
-    "all-gather": ("ep-1", lambda k, ep: ep - 1),
-}
-
 
 def units_of(config) -> tuple[UnitCosts, Letters]:
     """Return the costs of a resolved config's units, and the sizes of a rank."""
@@ -68,7 +63,7 @@ def units_of(config) -> tuple[UnitCosts, Letters]:
     sizes = letters_of(
         config.model, rows_per_microbatch(config), grid.tp, grid.cp, ops.table_multiple
     )
-    costs = unit_costs(Case(config.model, method, scores, grid.expert_dispatch))
+    costs = unit_costs(Case(config.model, method, scores))
     return costs, sizes | {"e": e, "s": s}
 
 
@@ -352,14 +347,13 @@ def one_block(records) -> list:
 def expert_rows(config) -> str:
     """Return how many times its tokens a rank sends per exchange of rows, and their number."""
     model, grid = config.model, config.grid
-    formula, times = SENDS[grid.expert_dispatch]
     each = chunk_size(model.experts, grid.ep)
-    barriers = DISPATCH[grid.expert_dispatch]
-    rows = [phase for phase, ending, *_ in barriers if ending in ("dispatch", "combine")]
-    calls = sum(len(KINDS[kind].operations) for _, _, kind, _ in barriers)
+    times = model.experts_per_token * (grid.ep - 1) / grid.ep
+    rows = [phase for phase, ending, *_ in DISPATCH if ending in ("dispatch", "combine")]
+    calls = sum(len(KINDS[kind].operations) for _, _, kind, _ in DISPATCH)
     return (
-        f"experts: {each} of {model.experts} on a rank. It sends {formula} ="
-        f" {times(model.experts_per_token, grid.ep):g} times its tokens in each of"
+        f"experts: {each} of {model.experts} on a rank. It sends k(ep-1)/ep ="
+        f" {times:g} times its tokens in each of"
         f" {rows.count('F')} exchanges of rows forward and {rows.count('I')} backward, of"
         f" {calls} calls for a block and a microbatch"
     )

@@ -30,7 +30,7 @@ B rows of a microbatch, T tokens of each on a rank, A tokens of a whole row, D m
 width, V vocabulary, f and v a rank's pieces of F and V, t its tokens between products where they
 are cut, Q and K widths of a rank's queries and keys, h its heads of queries, E experts, x those of
 a rank, k experts that a token passes, g a rank's piece of the width in an expert, W and w those of
-the shared expert, e bytes of a number, s bytes of one in a sum, i bytes of an id"""
+the shared expert, e bytes of a number, s bytes of one in a sum"""
 Sum = Mapping[tuple[str, ...], float]
 Letters = Mapping[str, float]
 NOTHING: Sum = Counter()
@@ -207,40 +207,27 @@ CONTEXT: dict[str | None, tuple[tuple[str, str, str, str], ...]] = {
     ),
 }
 # The exchange of rows with experts: (phase, end of the name, kind, bytes) of each barrier.
-DISPATCH = {
-    "all-to-all": (
-        ("F", "counts", "all_to_all", "E*s"),
-        ("F", "dispatch", "all_to_allv", "B*T*k*D*e"),
-        ("F", "combine", "all_to_allv", "B*T*k*D*e"),
-        ("I", "dispatch", "all_to_allv", "B*T*k*D*e"),
-        ("I", "probs", "all_to_allv", "B*T*k*s"),
-        ("I", "probs", "all_to_allv", "B*T*k*s"),
-        ("I", "combine", "all_to_allv", "B*T*k*D*e"),
-    ),
-    "all-gather": (
-        ("F", "counts", "all_reduce", "i"),
-        ("F", "counts", "all_gather", "B*T*k*i"),
-        ("F", "counts", "all_gather", "B*T*k*s"),
-        ("F", "dispatch", "all_gather", "B*T*D*e"),
-        ("F", "combine", "reduce_scatter", "B*T*D*e"),
-        ("I", "dispatch", "all_gather", "B*T*D*e"),
-        ("I", "probs", "reduce_scatter", "B*T*k*s"),
-        ("I", "combine", "reduce_scatter", "B*T*D*e"),
-    ),
-}
+DISPATCH = (
+    ("F", "counts", "all_to_all", "E*s"),
+    ("F", "dispatch", "all_to_allv", "B*T*k*D*e"),
+    ("F", "combine", "all_to_allv", "B*T*k*D*e"),
+    ("I", "dispatch", "all_to_allv", "B*T*k*D*e"),
+    ("I", "probs", "all_to_allv", "B*T*k*s"),
+    ("I", "probs", "all_to_allv", "B*T*k*s"),
+    ("I", "combine", "all_to_allv", "B*T*k*D*e"),
+)
 
 
 class Case(NamedTuple):
     """What decides the cost of a layer.
 
     method: of attention over cp, None where every rank holds all tokens. scores: whether attention
-    keeps all scores. dispatch: --expert-dispatch.
+    keeps all scores.
     """
 
     config: ModelConfig
     method: str | None = None
     scores: bool = False
-    dispatch: str = "all-to-all"
 
     @property
     def rows(self) -> str:
@@ -372,7 +359,7 @@ def experts(case: Case, name: str) -> Cost:
             "expert",
             phase == "F" and ending != "combine",
         )  # see `MixtureOfExperts.recompute`
-        for phase, ending, kind, carries in DISPATCH[case.dispatch]
+        for phase, ending, kind, carries in DISPATCH
     ]
     loads = Barrier(f"{name}.router.loads", "I", "all_reduce", term("B*E*s"), "cp")
     h, x, matrices = array(rows, wide), array(rows, "D"), f"{wide}g"
@@ -498,5 +485,4 @@ def letters(
         "g": chunk_size(config.expert_ffn or 0, tp),
         "W": config.shared_expert_ffn or 0,
         "w": chunk_size(config.shared_expert_ffn or 0, tp),
-        "i": 8,
     }

@@ -1,9 +1,8 @@
 """Attention of new tokens to all tokens before them, whose keys and values are kept: a KV cache.
 
 A text grows by one token at a time while the keys and values of its older tokens never change, so
-they are computed only once. For `forward` see context.py; there is no backward pass. A rank keeps
-the keys and values of its own heads and layers, so the cache is sharded over tp and pp as the model
-is.
+they are computed only once. There is no backward pass. A rank keeps the keys and values of its own
+heads and layers, so the cache is sharded over tp and pp as the model is.
 
 The rows of a group of prompts end at the same slot, that of the newest token. A shorter prompt
 begins at a later slot, and the slots before it are padding that no query sees, because a row's
@@ -15,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from mpipar.layers.parallel.chunks import rounded
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition.chunks import rounded
-from mpipar.partition.contracts import Attending
 
 
-class Cache:
+class KVCache:
     """Keys and values of a group of prompts in one stage, by the name of the attention layer.
 
     firsts: the slot of each row's first token. slots: the numbers of all slots (S,), on the device.
@@ -32,9 +30,11 @@ class Cache:
         self.firsts, self.slots, self.new = tuple(firsts), slots, new
         self.kept: dict[str, tuple[Array, Array]] = {}
 
-    def forward(self, here: Attending, q: Array, k: Array, v: Array) -> tuple[Array, None]:
-        """Return y (B, T, H, d) of q (B, T, H, d), k and v (B, T, Hkv, d); keep k and v."""
-        ops, name = here.ops, here.name
+    def forward(self, ops: Ops, name: str, q: Array, k: Array, v: Array) -> Array:
+        """Return y (B, T, H, d) of q (B, T, H, d), k and v (B, T, Hkv, d); keep k and v.
+
+        name: of the attention layer.
+        """
         keys, values = self.kept[name] = self.kept.get(name) or self._room(ops, k)
         ops.copy(keys[:, self.new], k)
         ops.copy(values[:, self.new], v)
@@ -43,7 +43,7 @@ class Cache:
             y, _ = ops.attention_block_forward(
                 q, keys[:, :end], values[:, :end], queries, self.slots[:end]
             )
-            return rounded(ops, y, q.dtype), None
+            return rounded(ops, y, q.dtype)
         y = ops.empty(q.shape, q.dtype)
         for row, first in enumerate(self.firsts):
             seen = slice(first, end)
@@ -55,7 +55,7 @@ class Cache:
                 self.slots[seen],
             )
             ops.copy(y[row : row + 1], part)
-        return y, None
+        return y
 
     def _room(self, ops: Ops, k: Array) -> tuple[Array, Array]:
         """Return a layer's (keys, values): uninitialized arrays (B, S, Hkv, d) for all slots."""

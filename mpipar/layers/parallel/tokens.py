@@ -14,20 +14,20 @@ from __future__ import annotations
 
 from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
+from mpipar.layers.parallel import chunks
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.partition import chunks
 
 
 def gather(ops: Ops, x: Array, tokens: int, comm: Comm, name: str) -> Array:
-    """Return the whole x (B, T, D) of all ranks' (B, ceil(T/q), D). Comm: one all_gather."""
+    """Return the whole x (B, T, D) of all ranks' (B, ceil(T/q), D). Comm: one all_gather of x."""
     return chunks.join(ops, comm.all_gather(x, name), 1, tokens)
 
 
 def scatter(ops: Ops, y: Array, comm: Comm, name: str) -> Array:
     """Return this rank's tokens (B, ceil(T/q), D) of the sum of all ranks' y (B, T, D).
 
-    Comm: one reduce_scatter.
+    Comm: one reduce_scatter of y.
     """
     batch, tokens, width = y.shape
     parts = ops.zeros((comm.size, batch, chunk_size(tokens, comm.size), width), label="buffers")
@@ -37,15 +37,13 @@ def scatter(ops: Ops, y: Array, comm: Comm, name: str) -> Array:
     return comm.reduce_scatter(parts, name)
 
 
-class WholeTokens:
+class ReplicatedTokens:
     """Every rank of the group holds all tokens.
 
-    cuts: the cuts of the two products of a pair.
     partial_groups: the groups over which gradients are partial for parameters that work on held
     tokens.
     """
 
-    cuts: tuple[str, str] = ("column", "row")
     partial_groups: tuple[str, ...] = ()
 
     def __init__(self, ops: Ops, comm: Comm) -> None:
@@ -66,15 +64,14 @@ class WholeTokens:
     def scatter(self, y: Array, name: str) -> Array:
         """Return what this rank holds of the sum of all ranks' y (B, T, D).
 
-        Comm: one all_reduce.
+        Comm: one all_reduce of y.
         """
         return self.comm.all_reduce(y, name)
 
 
-class CutTokens(WholeTokens):
+class SequenceShardedTokens(ReplicatedTokens):
     """Each rank of the group holds ceil(T/q) tokens; the last ones are padded."""
 
-    cuts = ("column_sp", "row_sp")
     partial_groups = ("tp",)
 
     def length(self, tokens: int) -> int:
@@ -85,25 +82,15 @@ class CutTokens(WholeTokens):
         return chunks.local_chunk(self.ops, positions, -1, self.comm)
 
     def gather(self, x: Array, tokens: int, name: str) -> Array:
-        """Return all tokens (B, T, D), given those that each rank holds. Comm: one all_gather."""
+        """Return all tokens (B, T, D), given those that each rank holds.
+
+        Comm: one all_gather of x.
+        """
         return gather(self.ops, x, tokens, self.comm, name)
 
     def scatter(self, y: Array, name: str) -> Array:
         """Return this rank's tokens of the sum of all ranks' y (B, T, D).
 
-        Comm: one reduce_scatter.
+        Comm: one reduce_scatter of y.
         """
         return scatter(self.ops, y, self.comm, name)
-
-
-class RingTokens(CutTokens):
-    """Cut tokens, with the barriers of products sent in pieces."""
-
-    cuts = ("column_ring", "row_ring")
-
-
-def holder(sequence_parallel: bool, matmul: str) -> type[WholeTokens]:
-    """Return the class that holds a model's tokens over several ranks. matmul: --tp-matmul."""
-    if not sequence_parallel:
-        return WholeTokens
-    return {"plain": CutTokens, "ring": RingTokens}[matmul]
