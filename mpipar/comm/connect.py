@@ -17,6 +17,7 @@ from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.request import Options
 from mpipar.comm.transport import ShapesTransport, Transport
+from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,7 +31,7 @@ def split(mpi_world: MPI.Intracomm, ranks: tuple[int, ...]) -> Any:
 
 
 def connect(
-    ops: Any, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...], options: Options
+    ops: Ops, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...], options: Options
 ) -> Transport:
     """Return the transport for one group of world ranks.
 
@@ -46,7 +47,7 @@ def connect(
     return with_half_precision(transport, ops, len(ranks), mpi_comm.rank)
 
 
-def transport_of(ops: Any, mpi_comm: MPI.Intracomm, options: Options) -> Transport:
+def transport_of(ops: Ops, mpi_comm: MPI.Intracomm, options: Options) -> Transport:
     """Return what carries a group's arrays: MPI, or NCCL if each rank has its own GPU.
 
     MPIPAR_NCCL=no excludes NCCL. An algorithm other than mpi adds up in host memory.
@@ -74,7 +75,7 @@ def has_nccl() -> bool:
     return bool(nccl.available)
 
 
-def with_half_precision(transport: Transport, ops: Any, group_size: int, index: int) -> Transport:
+def with_half_precision(transport: Transport, ops: Ops, group_size: int, index: int) -> Transport:
     """Return the transport, wrapped for 16-bit numbers if the ops compute with them."""
     if ops.dtype.itemsize > 2:
         return transport

@@ -16,6 +16,7 @@ from typing import Any
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.request import Array, Done, Request
 from mpipar.comm.transport import Counts, Exchanged
+from mpipar.ops.functions import Ops
 
 
 class Leaving:
@@ -91,7 +92,7 @@ class StagedTransport:
 
     carrier, in_order = "MPI through host memory", False
 
-    def __init__(self, ops: Any, host: MpiTransport):
+    def __init__(self, ops: Ops, host: MpiTransport):
         self.ops, self.host, self.copies = ops, host, ops.copies
         self.max_tag = host.max_tag
 

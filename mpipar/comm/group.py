@@ -33,6 +33,7 @@ from mpipar.comm.record import (
 )
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, SelfTransport, Transport
+from mpipar.ops.functions import Ops
 
 IN_ORDER = SimpleNamespace(c_contiguous=True)
 NOTHING = SimpleNamespace(dtype="", flags=IN_ORDER)  # what a barrier sends
@@ -292,7 +293,7 @@ class Comm:
         self.transport.irecv(x, peer, tag).Wait()
         return close(entry, x)
 
-    def zeros(self, ops: Any, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+    def zeros(self, ops: Ops, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
         """Return a new array of zeros, in the memory that is best for the group's sums.
 
         Do not use it after `close`. Comm: perhaps a window, by every member.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.connect import connect, split
@@ -15,6 +15,7 @@ from mpipar.comm.launcher import check_world
 from mpipar.comm.levels import LEVELED, LeveledComm, hosts_of, near_and_far
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
+from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,7 +37,7 @@ class Comms(dict[str, Comm]):
     def __init__(
         self,
         grid: Grid,
-        ops: Any,
+        ops: Ops,
         recorder: Recorder,
         mpi_world: MPI.Intracomm | None = None,
         options: Options | None = None,
@@ -132,7 +133,7 @@ class Comms(dict[str, Comm]):
         )
 
     @classmethod
-    def solo(cls, ops: Any, grid: Grid | None = None, recorder: Recorder | None = None) -> Comms:
+    def solo(cls, ops: Ops, grid: Grid | None = None, recorder: Recorder | None = None) -> Comms:
         """Return the groups of one rank of `grid` (default: a single rank), without MPI."""
         return cls(grid or Grid(0), ops, recorder or Recorder())
 

@@ -11,11 +11,10 @@ Arrays of other types pass unchanged. Weight gradients are float32, and MPI sums
 
 from __future__ import annotations
 
-from typing import Any
-
 from mpipar.comm.grid import chunk_size
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, Transport
+from mpipar.ops.functions import Ops
 
 SMALL = 1 << 14  # bytes up to which every rank adds up whole arrays, in one collective
 
@@ -26,7 +25,7 @@ class HalfPrecisionTransport:
     index: this rank's place in the group.
     """
 
-    def __init__(self, transport: Transport, ops: Any, group_size: int, index: int):
+    def __init__(self, transport: Transport, ops: Ops, group_size: int, index: int):
         self.transport, self.ops, self.group_size = transport, ops, group_size
         self.index = index
         self.barrier, self.zeros = transport.barrier, transport.zeros

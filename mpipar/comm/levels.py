@@ -20,6 +20,7 @@ from mpipar.comm.group import Comm, Pending
 from mpipar.comm.record import NO_ENTRY, Recorder
 from mpipar.comm.request import Array
 from mpipar.comm.transport import Transport
+from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -88,7 +89,7 @@ class LeveledComm(Comm):
         if x.size % near.size:
             self.ops.copy(x.reshape(-1), parts.reshape(-1)[: x.size])
 
-    def zeros(self, ops: Any, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+    def zeros(self, ops: Ops, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
         return self.near.zeros(ops, shape, dtype, label)
 
     def close(self) -> None:

@@ -27,6 +27,7 @@ from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged
+from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -53,7 +54,7 @@ class Queued:
 class Lane:
     """One end of a lane; sends: whether it is the sending end. Comm: to create it, by both ends."""
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, peer: int, sends: bool):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Intracomm, peer: int, sends: bool):
         self.nccl, key = ops.xp.cuda.nccl, bytearray(KEY_BYTES)
         if sends:
             key[:] = self.nccl.get_unique_id()
@@ -81,7 +82,7 @@ class NcclTransport(StagedTransport):
 
     carrier, in_order = "NCCL", True
 
-    def __init__(self, ops: Any, host: MpiTransport):
+    def __init__(self, ops: Ops, host: MpiTransport):
         super().__init__(ops, host)
         mpi_comm = host.mpi
         self.index = mpi_comm.rank

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 from mpipar.comm.request import Array, Done, Request
+from mpipar.ops.functions import Ops
 
 Counts: TypeAlias = Sequence[int]  # rows for each rank of a group, or from each
 Exchanged: TypeAlias = tuple[Array, Counts]  # what arrived, and the rows from each rank
@@ -27,7 +28,7 @@ class Transport(Protocol):
     odd tags.
     """
 
-    ops: Any
+    ops: Ops
     carrier: str
     in_order: bool
 
@@ -57,8 +58,11 @@ class ShapesTransport:
 
     carrier, in_order = "nobody", False
 
-    def __init__(self, ops: Any = None):
-        self.ops = ops
+    ops: Ops
+
+    def __init__(self, ops: Ops | None = None):
+        if ops is not None:  # a group of one allocates nothing
+            self.ops = ops
 
     def _nothing(self, *_: Any) -> None:
         pass

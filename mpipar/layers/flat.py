@@ -13,6 +13,7 @@ from typing import Any
 from mpipar.comm.group import Comm, Pending
 from mpipar.comm.groups import Comms
 from mpipar.layers.param import Param
+from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 
 Runs = list[tuple[Any, slice]]
@@ -40,7 +41,7 @@ class FlatParams:
 
     def __init__(
         self,
-        ops: Any,
+        ops: Ops,
         params: Iterable[Param],
         groups: tuple[str, ...] = (),
         group: Comm | None = None,
@@ -210,7 +211,7 @@ class FlatParams:
 
 
 def flats_of(
-    params: Iterable[Param], make: Callable[..., FlatParams], ops: Any, comms: Comms
+    params: Iterable[Param], make: Callable[..., FlatParams], ops: Ops, comms: Comms
 ) -> list[FlatParams]:
     """Return a FlatParams for each set of groups over which gradients are partial, and each update.
 

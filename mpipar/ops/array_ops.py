@@ -18,11 +18,14 @@ B batch, T tokens, N tokens of a microbatch (B*T). D model width, H heads, d = D
 import math
 from collections.abc import Iterator, Sequence
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpipar.ops.signature import Array, Runs, Shape, ThreeArrays, memory, shapes
+
+if TYPE_CHECKING:
+    from mpipar.ops.cupy_copies import Copies
 
 # GELU, tanh form: 0.5 x (1 + tanh u), u = GELU_A x + GELU_B x^3; arXiv 1606.08415. It equals x
 # s(2u) with the logistic function s, whose small values keep their digits; 1 + tanh u would lose
@@ -47,6 +50,7 @@ class ArrayOps:
     checksum_block = 1 << 16  # 32-bit words that a checksum takes at once, widened to 64 bits
     tiled_head_width = 0
     table_multiple = 1
+    copies: "Copies"  # those of a device, which run beside its computing stream
 
     def __init__(self, xp: Any, dtype: Any, device: str) -> None:
         self.xp = xp

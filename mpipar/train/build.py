@@ -20,6 +20,7 @@ from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Copies, Param
 from mpipar.models.decoder import Stage
+from mpipar.ops.functions import Ops
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.engine import Weights, WholeWeights
 from mpipar.pipeline.instructions import Instr, Schedule, lower, with_weights_kept
@@ -65,7 +66,7 @@ def groups_of(
     config: Config,
     grid: Grid,
     schedule: Schedule,
-    ops: Any,
+    ops: Ops,
     recorder: Recorder,
     mpi_world: Any,
 ) -> Comms:
@@ -86,7 +87,7 @@ def groups_of(
 
 
 def stages_of(
-    config: Config, schedule: Schedule, stage_layers: tuple[int, ...], ops: Any, comms: Comms
+    config: Config, schedule: Schedule, stage_layers: tuple[int, ...], ops: Ops, comms: Comms
 ) -> dict[int, Any]:
     """Return {stage: the model's Stage} of a pipeline rank, with parameters in flat buffers.
 
@@ -112,6 +113,6 @@ def gradient_sums(memory: MemoryConfig) -> type[GradSync[Any]]:
     return ScatterSync if memory.zero else GradSync
 
 
-def gathered_weights(memory: MemoryConfig, ops: Any, stages: dict[int, Any]) -> Weights:
+def gathered_weights(memory: MemoryConfig, ops: Ops, stages: dict[int, Any]) -> Weights:
     """Return what makes weights whole before a pass reads them, as the memory settings say."""
     return UNITS[memory.reshard_after_forward](ops, stages) if memory.zero == 3 else WholeWeights()

@@ -24,6 +24,7 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.layers.flat import FlatParams
 from mpipar.models.stage import LayerRun
+from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 
 Flat = TypeVar("Flat", bound=FlatParams)
@@ -37,7 +38,7 @@ class GradSync(Generic[Flat]):
 
     def __init__(
         self,
-        ops: Any,
+        ops: Ops,
         stages: Mapping[int, LayerRun],
         comms: Comms,
         recorder: Recorder,
@@ -170,7 +171,7 @@ def masked_sum(parts: Iterable[tuple[float, bool]]) -> float:
     return sum(masked_contribution(value, counts) for value, counts in parts)
 
 
-def all_reduce_scalars(ops: Any, comms: Comms, values: list[float], name: str) -> list[float]:
+def all_reduce_scalars(ops: Ops, comms: Comms, values: list[float], name: str) -> list[float]:
     """Sum a few numbers over all ranks: the only scalar barrier of a step.
 
     Comm: one all_reduce over world.

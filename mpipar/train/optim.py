@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
+from mpipar.ops.functions import Ops
 
 TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of FlatParams.state
 
@@ -26,7 +27,7 @@ class Sgd:
 
     kinds: ClassVar[tuple[str, ...]] = ()  # of moments
 
-    def __init__(self, ops: Any, flats: Sequence[FlatParams], config: TrainConfig):
+    def __init__(self, ops: Ops, flats: Sequence[FlatParams], config: TrainConfig):
         self.ops, self.flats, self.config = ops, flats, config
         for kind in self.kinds:
             for flat in flats:

@@ -19,6 +19,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
+from mpipar.ops.functions import Ops
 from mpipar.pipeline.engine import Engine, forward_only
 from mpipar.train import build, non_finite
 from mpipar.train.gradsync import all_reduce_scalars, masked_contribution, masked_sum
@@ -152,7 +153,7 @@ class Worker:
         self,
         config: Config,
         grid: Grid,
-        ops: Any,
+        ops: Ops,
         recorder: Recorder,
         mpi_world: Any = None,
     ):

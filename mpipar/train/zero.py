@@ -24,6 +24,7 @@ from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.group import Comm, Pending
 from mpipar.layers.flat import FlatParams, Runs
 from mpipar.layers.param import Param
+from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.train.gradsync import GradSync
 
@@ -52,7 +53,7 @@ class ShardedFlatParams(FlatParams):
 
     def __init__(
         self,
-        ops: Any,
+        ops: Ops,
         params: Iterable[Param],
         groups: tuple[str, ...],
         group: Comm,
@@ -263,7 +264,7 @@ class GatheredUnits:
     Comm: per unit and pass, one all_gather for each segment that the unit reads.
     """
 
-    def __init__(self, ops: Any, stages: Stages):
+    def __init__(self, ops: Ops, stages: Stages):
         self.ops = ops
         self.needs = unit_segments(stages)
         self.coming: dict[tuple[int, int], Posted] = {}  # by (stage, unit)

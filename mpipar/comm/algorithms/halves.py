@@ -13,6 +13,7 @@ import numpy as np
 
 from mpipar.comm.algorithms.steps import Steps, StepwiseTransport
 from mpipar.comm.request import Array, Options
+from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -25,7 +26,7 @@ class HalvesTransport(StepwiseTransport):
     the same order, that of the operations.
     """
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
         super().__init__(ops, mpi_comm, options, new)
         self.gathers = mpi_comm.Dup()
         self.before = deque()

@@ -14,6 +14,7 @@ import numpy as np
 
 from mpipar.comm.request import Array, Options, PatientRequest, Request
 from mpipar.comm.transport import Counts, Exchanged
+from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,7 +30,7 @@ class MpiTransport:
 
     def __init__(
         self,
-        ops: Any,
+        ops: Ops,
         mpi_comm: MPI.Intracomm,
         options: Options,
         new: Callable[..., Array] | None = None,

@@ -19,6 +19,7 @@ import numpy as np
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.grid import chunk_slice
 from mpipar.comm.request import Array, Options, PatientRequest, Request
+from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -96,7 +97,7 @@ class StepwiseTransport(MpiTransport):
     MPI's own. Comm: one Dup of the group.
     """
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
         super().__init__(ops, mpi_comm, options, new)
         self.own = mpi_comm.Dup()
         self.size, self.index = mpi_comm.size, mpi_comm.rank

@@ -21,6 +21,7 @@ from mpipar.comm.algorithms.shared import Marks, SharedMemory, address
 from mpipar.comm.algorithms.steps import Posted, Steps, add, in_line
 from mpipar.comm.grid import chunk_slice
 from mpipar.comm.request import Array, Options, Request
+from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -40,7 +41,7 @@ class WindowTransport(MpiTransport):
     Comm: two windows over the group; one more for each array that `zeros` makes.
     """
 
-    def __init__(self, ops: Any, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
         super().__init__(ops, mpi_comm, options, new)
         self.size, self.index = mpi_comm.size, mpi_comm.rank
         self.marks = Marks(mpi_comm, POSTED + 1, options.patient)
