@@ -1,7 +1,5 @@
 """Comparing two runs: each planted slowdown is named first, and noise is not named."""
 
-import json
-import shutil
 from random import Random
 
 import pytest
@@ -10,10 +8,8 @@ from trace_cases import MS, blocking, record, span, trace, write_trace
 
 from mpipar.commands import compare
 from mpipar.errors import EXIT_CHECK_FAILED
-from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.trace import causes, comparison
 from mpipar.trace.analysis import Analysis
-from mpipar.trace.trace_file import schedule_json
 
 STEPS = 7
 PLANTED_MS = 6.0
@@ -104,17 +100,6 @@ def test_a_planted_slowdown_comes_first(part, causes, share):
     assert back.verdict == "faster"
 
 
-def test_a_step_takes_what_it_takes_untraced():
-    before, after = run(1), run(1)
-    for side, seconds in ((before, 0.05), (after, 0.06)):  # tracing took as long again
-        untraced = [{"step": step, "step_seconds": seconds} for step in range(STEPS + 1, 20)]
-        side.trace.metrics.extend(untraced)
-    step, known_from, _ = comparison.step_time(before, after)
-    assert (step.before[1], step.after[1], step.verdict) == (50, 60, "slower")
-    assert known_from == "12 and 12 steps"
-    assert "traced" in comparison.step_time(before, run(1))[1]
-
-
 def test_from_two_steps_nothing_is_concluded(capsys):
     assert compare.print_step(run(1, 2), run(2, 2, late=10 * PLANTED_MS)) == ""
     assert "within the spread" not in capsys.readouterr().out
@@ -143,14 +128,6 @@ def test_noise_is_not_blamed():
     assert [one for one in comparison.items(before, after) if abs(one.ms) > 0.5] == []
 
 
-def test_the_parts_of_a_step_make_up_the_step():
-    before = run(1)
-    for i in range(STEPS):
-        total = sum(values[i] for values in comparison.by_item(before, True).values())
-        _, start, end = before.trace.ranks[0].steps[i]
-        assert total == pytest.approx((end - start) * 1e-6)
-
-
 @pytest.mark.parametrize(("before", "after", "verdict"), [
     ([1.0, 1.0], [9.0, 9.0, 9.0], ""), ([1.0, 1.0, 1.1], [9.0, 9.0, 9.0], "slower"),
     ([9.0, 9.0, 9.0], [1.0, 1.0, 1.1], "faster"), ([1.0, 5.0, 9.0], [2.0, 6.0, 9.5], ""),
@@ -158,14 +135,6 @@ def test_the_parts_of_a_step_make_up_the_step():
 def test_only_more_than_the_spread_is_a_verdict(before, after, verdict):
     found = comparison.change("step", before, after)
     assert (found.before[1], found.after[1], found.verdict) == (before[1], after[1], verdict)
-
-
-def test_the_largest_changes_are_shown():
-    changes = [comparison.change(f"cause {i}", [1.0], [1.0 + i]) for i in range(20, 0, -1)]
-    text = compare.change_table("cause", changes).splitlines()
-    assert len(text) == 1 + compare.MOST + 1
-    assert text[1].split() == ["cause", "20", "1.00", "1.00-1.00", "21.0", "21.0-21.0", "+20.0"]
-    assert text[-1].split()[:2] == ["and", "8"]
 
 
 def test_the_work_grows_as_the_steps(monkeypatch):
@@ -194,17 +163,6 @@ def test_the_work_grows_as_the_steps(monkeypatch):
         assert analysis.costs
         counts.append(len(looks))
     assert counts[1] <= 4.2 * counts[0]
-
-
-def test_what_to_know_before_believing_is_said_of_both(capsys):
-    before, after = run(1), run(2)
-    compare.print_runs(before, after)
-    assert "share" not in capsys.readouterr().out
-    for one in (*before.trace.ranks, *after.trace.ranks):
-        one.host, one.cores = "host", (0,)
-    compare.print_runs(before, after)
-    text = " ".join(capsys.readouterr().out.split())
-    assert text.count("2 ranks share 1 core(s)") == text.count("A and B: host: 2 ranks share") == 1
 
 
 def test_items_of_a_step_make_up_the_step():
@@ -244,25 +202,6 @@ def test_a_run_is_as_fast_as_itself(folder):
     text = printed("compare", folder, folder, "--check")
     assert "B takes 1.00x as long, within the spread: neither slower nor faster" in text
     assert max(map(len, text.splitlines())) <= 100
-
-
-def test_settings_and_layouts_that_differ_are_shown(folder, tmp_path):
-    other = shutil.copytree(folder, tmp_path / "other")
-    (other / "config.toml").write_text("d-model = 32\n")
-    meta = json.loads((other / "trace" / "meta.json").read_text())
-    meta["layout"] = meta["layout"] | {"pp": 1, "dp": 2}
-    meta["schedule"] = schedule_json(make_schedule("gpipe", 1, 1))
-    meta |= {"stages": ["0: all"], "stage_layers": [2]}
-    (other / "trace" / "meta.json").write_text(json.dumps(meta))
-    for path in (other / "trace").glob("rank-*.jsonl"):  # the two axes change their names
-        head = json.loads(path.read_text().splitlines()[0])
-        for entry in (head["place"], head["groups"]):
-            entry["pp"], entry["dp"] = entry["dp"], entry["pp"]
-        path.write_text(json.dumps(head | {"stages": [0], "lines": 0}) + "\n")
-    text = printed("compare", folder, other)
-    assert "   d-model: 16 -> 32" in text.splitlines()
-    assert "the layouts differ" in text
-    assert f"B: {other}: 2 ranks (dp 2), " in text
 
 
 @pytest.mark.parametrize(("words", "code", "message"), [

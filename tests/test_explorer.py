@@ -9,13 +9,11 @@ import pytest
 from in_process import assert_refused, printed
 from trace_cases import pipeline_trace
 
-from mpipar.commands import schedule as command
 from mpipar.errors import UsageError
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import is_compute
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule
 from mpipar.study.schedules import explorer
-from mpipar.study.schedules.costs import Costs
 from mpipar.trace import trace_file
 
 
@@ -147,9 +145,3 @@ def test_a_file_with_messages_is_refused(tmp_path):
         "--html",
         tmp_path / "page.html",
     )
-
-
-def test_costs_of_a_worker_are_means_over_the_workers():
-    schedule = make_schedule("interleaved", 2, 4)
-    found = command.costs_of_a_worker(Costs((1, 2, 3, 4), (2, 2, 2, 2), 5), schedule)
-    assert (found.f, found.i, found.w) == (5, 4, 5)

@@ -14,7 +14,6 @@ from mpipar.config.model import ModelConfig
 from mpipar.config.sections import Config
 from mpipar.models import split as splits
 from mpipar.models.split import UnitFlops, balanced_layers, stage_flops
-from mpipar.models.stage import stage_parts
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule
 
 PLACEMENTS = {"linear": "1f1b", "looped": "interleaved", "v": "zb-v"}
@@ -54,35 +53,6 @@ def balanced_and_best(schedule, units):
 def assert_no_split_is_better(schedule, units):
     split, busiest, best = balanced_and_best(schedule, units)
     assert busiest == best, split
-
-
-def counted_split(units, stages_by_rank):
-    """The split of equal blocks by the rule of old runs, whose checkpoints resume by it."""
-    ranks = list(map(tuple, stages_by_rank))
-    flops = [0] * (1 + max(map(max, ranks)))
-    split = flops.copy()
-    flops[0] += units.entry
-    flops[-1] += units.head
-    for block in units.blocks:
-        least_busy = min(reversed(ranks), key=lambda held: sum(flops[stage] for stage in held))
-        stage = min(least_busy, key=flops.__getitem__)
-        split[stage] += 1
-        flops[stage] += block
-    return tuple(split)
-
-
-@pytest.mark.parametrize("name", PLACEMENTS.values())
-@pytest.mark.parametrize("layers", [1, 2, 4, 6, 7])
-@pytest.mark.parametrize("head", [0, 1, 8, 25, 90])
-@pytest.mark.parametrize("pp_size", [1, 2, 3, 4])
-def test_no_split_has_a_less_busy_busiest_rank(name, layers, head, pp_size):
-    schedule = make_schedule(name, pp_size, 2 * pp_size)
-    for entry in (0, 3, 15):
-        units = UnitFlops(entry, (10,) * layers, head)
-        assert_no_split_is_better(schedule, units)
-        assert balanced_layers(units, schedule.stages_by_rank) == counted_split(
-            units, schedule.stages_by_rank
-        )
 
 
 @given(
@@ -157,28 +127,6 @@ def test_a_split_that_ignores_costs_is_caught(monkeypatch):
         assert_no_split_is_better(make_schedule("1f1b", 2, 4), UnitFlops(0, (9, 9, 1, 1, 1, 1), 0))
 
 
-@pytest.mark.parametrize(
-    ("name", "pp_size", "layers", "expected"),
-    [
-        ("1f1b", 4, 8, (2, 2, 2, 2)),
-        ("1f1b", 4, 6, (1, 2, 2, 1)),
-        ("zb-v", 2, 6, (2, 2, 1, 1)),
-        ("zb-v", 4, 8, (1,) * 8),
-        ("interleaved", 2, 6, (2, 2, 1, 1)),
-        ("zb-v", 3, 2, (0, 1, 1, 0, 0, 0)),
-    ],
-)
-def test_default_splits_of_the_small_decoder(name, pp_size, layers, expected):
-    """6 blocks of zb-v on two ranks: each has three.
-
-    Stages of equal cost would give one rank four. A head that costs a part of a block lies on the
-    last stage.
-    """
-    model = ModelConfig(layers=layers, d_model=128, seq_len=64, vocab_size=256)
-    config = Config(model=model, grid=GridConfig(pp=pp_size))
-    assert models.layer_split(config, make_schedule(name, pp_size, 8)) == expected
-
-
 def test_a_split_that_is_given_is_taken():
     config = Config(model=ModelConfig(layers=6), grid=GridConfig(pp=2, stage_layers=(6, 0)))
     assert models.layer_split(config, make_schedule("1f1b", 2, 8)) == (6, 0)
@@ -195,14 +143,3 @@ def test_flops_of_units():
 
 def test_flops_of_stages():
     assert stage_flops(UnitFlops(3, (1, 2, 4), 5), (2, 0, 1)) == [(6, 0), (0, 0), (4, 5)]
-
-
-def test_every_block_is_in_exactly_one_stage():
-    split = (2, 0, 3)
-    stages = [stage_parts(stage, split) for stage in range(3)]
-    assert [block for blocks, _, _ in stages for block in blocks] == [0, 1, 2, 3, 4]
-    assert [(first, last) for _, first, last in stages] == [
-        (True, False),
-        (False, False),
-        (False, True),
-    ]

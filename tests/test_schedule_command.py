@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -30,71 +29,6 @@ def test_the_textbook_picture():
             "worker 2 .  .  F0 B0--- F1 B1--- F2 B2--- F3 B3--- .  .  .  .",
         ]
     )
-
-
-def test_the_picture_in_the_orientation_of_the_book(capsys):
-    """The last worker is on top, block l is on worker l, and both passes are equally wide."""
-    text = run("naive --book --pp 3 --num-microbatches 1", capsys)
-    assert text.split("\n\n")[1].splitlines() == [
-        "time     0                   5",
-        "worker 3 .   .   B3\u2191 B3\u2193 .   .",
-        "worker 2 .   B2\u2191 .   .   B2\u2193 .",
-        "worker 1 B1\u2191 .   .   .   .   B1\u2193",
-    ]
-    assert "worker  busy" not in text
-    assert "m(p-1)(f+b) = 4" in text
-    assert "B3,1\u2191 B3,2\u2191" in run("gpipe --book --pp 3 --num-microbatches 2", capsys)
-    assert "B 2" in run("naive --book --costs 1,1,1", capsys).splitlines()[0]
-
-
-def test_the_book_on_a_terminal_without_arrows():
-    done = subprocess.run(
-        [sys.executable, "-m", "mpipar", "schedule", "naive", "--book", "--pp", "2"],
-        text=True,
-        env={"PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        check=True,
-        timeout=60,
-    )
-    assert "B2,1^ B2,1v" in done.stdout
-
-
-def test_symbols_in_time_order():
-    assert draw.symbols(simulate(make_schedule("gpipe", 2, 2), Costs())) == "\n".join(
-        [
-            "time  worker 0  worker 1",
-            "0     F_0",
-            "1     F_1       F_0",
-            "2               F_1",
-            "3               B_0",
-            "5     B_0       B_1",
-            "7     B_1",
-        ]
-    )
-    wide = draw.symbols(simulate(make_schedule("interleaved", 12, 24), Costs()))
-    assert max(map(len, wide.splitlines())) <= 100
-    assert "F_23^13" in wide
-
-
-def test_default_output_shows_closed_forms_beside_the_simulation(capsys):
-    text = run("zb-h1 --pp 4 --num-microbatches 8", capsys)
-    squeezed = [" ".join(line.split()) for line in text.splitlines()]
-    assert squeezed[0] == (
-        "zb-h1: 4 workers, 4 stages, 8 microbatches; F 1, I 1, W 1, B 2, latency 0"
-    )
-    assert "step 27" in squeezed
-    assert "bubble, idle time of a worker 3 (p-1)max(f, i, f+i-w) = 3" in squeezed
-    assert "peak stash, stage activations 4 min(p, m) = 4" in squeezed
-    assert "messages of all workers 48 2m(p-1) = 48" in squeezed
-    assert "what a short latency c adds to the step 4(p-1) = 12 c" in squeezed
-    assert "3 24 88.9 % 3 0 4 8" in squeezed
-    assert max(map(len, text.splitlines())) <= 100
-
-
-def test_the_layer_wise_baseline_works_a_quarter_of_the_time(capsys):
-    text = run("naive --pp 4 --num-microbatches 8", capsys)
-    assert text.count("25.0 %") == 4
-    assert "75.0 %" in text
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -130,29 +64,6 @@ def test_compare(capsys):
     text = run("--compare --pp 3 --num-microbatches 5 --chunks 3", capsys)
     assert "--schedule dualpipe-v with --pp 3" in text
     assert "looped-bfs 9" in " ".join(text.split())
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def drawn(words, path, capsys):
-    """(the picture's elements, its width) of `mpipar schedule WORDS --svg`."""
-    assert f"wrote {path}" in run(f"{words} --svg {path}", capsys)
-    root = ET.parse(path).getroot()  # noqa: S314 - written one line above
-    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
-    assert root.get("role") == "img"
-    assert path.read_text().isascii()
-    return list(root.iter()), float(root.get("width"))
-
-
-def test_svg_has_every_pass_with_its_times(tmp_path, capsys):
-    elements, _ = drawn("zb-v --pp 3 --num-microbatches 5", tmp_path / "picture.svg", capsys)
-    title, *tips = [each.text for each in elements if each.tag == f"{SVG}title"]
-    assert title == "zb-v: 3 workers, 6 stages, 5 microbatches"
-    timeline = simulate(make_schedule("zb-v", 3, 5), Costs())
-    assert sorted(tips) == sorted(
-        f"{cell.text}: {cell.start} to {cell.end}" for row in draw.layout(timeline) for cell in row
-    )
 
 
 @pytest.mark.parametrize("form", ["compute_only", "compute_comms"])

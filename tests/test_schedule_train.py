@@ -1,35 +1,16 @@
 """Training with schedules: from CSV, chosen from measured costs, refused, and measured."""
 
-import json
 import re
 
 import pytest
-from helpers import REPOSITORY, run_ranks
 from in_process import assert_refused, printed
-from program import PROGRAM, TEXT, environment, mpipar
+from program import TEXT, mpipar
 
 SMALL = [
     *TEXT,
     *"""--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8
     --num-microbatches 4 --steps 3 --sample-tokens 3 --dtype float64 --layout pp=2""".split(),
 ]
-
-
-def losses(folder):
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
-
-
-@pytest.mark.slow
-def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path):
-    path, name = tmp_path / "order.csv", "zb-v"
-    printed("schedule", name, "--pp", 2, "--num-microbatches", 4, "--csv", path)
-    runs = {"name": ["--schedule", name], "csv": ["--schedule-csv", path]}
-    for out, flags in runs.items():
-        result = mpipar("train", *SMALL, *flags, "--out", tmp_path / out, ranks=2).ended()
-        assert "text generated" in result.stdout
-        assert f", schedule {path if out == 'csv' else name}, " in result.stdout.splitlines()[0]
-    assert losses(tmp_path / "csv") == losses(tmp_path / "name")
 
 
 def test_what_a_csv_file_does_not_leave_open_is_refused(tmp_path):
@@ -104,20 +85,3 @@ def test_measured_bubble_stands_beside_the_simulated_one(tmp_path):
     assert [row[0] for row in rows] == ["0", "1"]
     # One microbatch in flight: the simulated shares of both ranks add up to all of the time.
     assert sum(float(row[2]) for row in rows) == pytest.approx(100, abs=0.2)
-
-
-@pytest.mark.alone
-@pytest.mark.timeout(280)
-def test_measured_makespan_is_the_simulated_one_for_every_schedule(tmp_path):
-    """Four workers run passes that sleep; the exit code says whether all are within 5 %."""
-    command = [PROGRAM[0], "-m", "bench.schedules", "--json", str(tmp_path / "result.json")]
-    at_once = environment({"MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"})  # a rank that sleeps wakes up late
-    result = run_ranks(4, command, 130, at_once, cwd=REPOSITORY)
-    if result.returncode == 1:  # something else had the cores: once may be chance
-        result = run_ranks(4, command, 130, at_once, cwd=REPOSITORY)
-    assert result.returncode == 0, result.tail()
-    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
-    assert len(rows) == 13
-    assert [row["step_ms"] for row in rows] == sorted(row["step_ms"] for row in rows)
-    assert rows[-1]["schedule"] == "naive"
-    assert rows[-1]["busy_measured"] == pytest.approx(1 / 4, abs=0.02)

@@ -68,14 +68,6 @@ def data_of(page):
     return json.loads(data)
 
 
-def test_the_data_are_plain_json(tmp_path):
-    path = tmp_path / "page.html"
-    html.write(Analysis(case()), path)
-    text = path.read_text()
-    assert data_of(text)["step_ms"] == 100
-    assert not re.search(r"\[\[[A-Z]+\]\]", text), "every part is filled in"
-
-
 @pytest.mark.parametrize(
     "name",
     [

@@ -45,15 +45,6 @@ def test_a_slow_link_is_named(layout, link, schedule):
     check(layout, link, schedule, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.pairs
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
-@pytest.mark.parametrize("steps_late", [0.5, 0.75, 1.5, 2, 4])
-@pytest.mark.parametrize(("layout", "link"), GROUPS + MESSAGES, ids=str)
-def test_a_link_of_any_slowness_is_named(layout, link, schedule, steps_late):
-    check(layout, link, schedule, steps_late)
-
-
 def test_small_transfers_that_nobody_waited_for_do_not_make_a_link_slow():
     """The large sums of both groups are equally fast; one group also has small hidden ones."""
 
@@ -132,13 +123,6 @@ def test_noise_is_no_slow_link(layout, schedule):
     check_silence(layout, schedule, range(2))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("layout", [DP, DP + PP, PP4], ids=str)
-def test_much_noise_is_no_slow_link(layout, schedule):
-    check_silence(layout, schedule, range(2, 30))
-
-
 def by_hand(arrivals, waits_from=0):
     """The slow links of steps of 110 ms, in which a message arrives after some ms.
 
@@ -160,21 +144,6 @@ def by_hand(arrivals, waits_from=0):
     made = trace(records, [passes, []], end=110 * len(arrivals), steps=len(arrivals))
     found = waits.find(made)
     return links.slow_links(made, found, segments.of_trace(made, found))
-
-
-def test_a_message_shows_its_length_if_somebody_waits_for_half_of_it():
-    ((text, lost),) = by_hand([30] * 6, waits_from=10)
-    assert text == (
-        "pp link 0 -> 1: 6 transfers of 8.0 KiB take 30.00 ms each (0.3 MB/s), longer"
-        " than over a gigabit cable: 18% of the step"
-    )
-    assert lost == pytest.approx(6 * 20e6, rel=0.01)  # so long the receiver waited
-    assert by_hand([30] * 6, waits_from=16) == []
-
-
-def test_three_messages_must_show_it():
-    assert len(by_hand([30, 30, 30])) == 1
-    assert by_hand([30, 30]) == []
 
 
 def test_a_message_that_stood_still_until_the_sender_was_done_shows_nothing(monkeypatch):
