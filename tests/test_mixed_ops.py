@@ -145,6 +145,21 @@ def test_softmax_and_loss_add_up_in_float32():
     assert db.tolist() == [300, 300]
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("length", [5, 8, 100_001])
+def test_parts_of_a_sum_are_added_in_order_in_float32_and_rounded_once(dtype, length):
+    """To the bit, also of zeros and numbers that are not finite, in several tiles."""
+    ops, rng = make("cpu", dtype), np.random.default_rng(length)
+    wide = rng.standard_normal((3, length)) * 10.0 ** rng.integers(-8, 3, (3, length))
+    parts = wide.astype(ops.dtype)
+    parts[:, :2] = -0.0
+    parts[1, 2:5] = np.nan, np.inf, -np.inf
+    exact = parts.astype(np.float32).sum(axis=0).astype(ops.dtype)
+    total = np.full(length, np.nan).astype(ops.dtype)
+    for found in (ops.add_parts(parts), ops.add_parts(parts, total), total):
+        assert found.tobytes() == exact.tobytes()
+
+
 @pytest.mark.filterwarnings("error")
 def test_float16_beyond_its_range_is_infinite_without_a_warning():
     ops = make("cpu", "float16")
