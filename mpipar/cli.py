@@ -33,6 +33,7 @@ COMMANDS = {  # each is the COMMAND of the module mpipar.commands.NAME
     "explain": "list every barrier of one rank's training step; needs no MPI",
     "plan": "choose a layout for a model, a machine and a number of devices; needs no MPI",
     "learn": "show worked examples with real numbers",
+    "net": "measure the interconnect: latency, bandwidth, collectives, and who is slow",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
 USAGE = """\

@@ -4,14 +4,13 @@ FAULT is a key of FAULTS, with @NUMBER if it has a number. A key of LATE makes a
 in each step, one of TWINS makes a run continue wrongly. PLACE/HOW/RANK makes a rank go wrong at a
 place. Before training that is the first call of the place's function, in training the first one
 from step STEP on. With nccl/ before it, every rank has a GPU of its own: a stand-in that MPI plays
-in a thread. With a key of BENCH, bench.interconnect runs instead, and the all-reduce of rank 1 is
+in a thread. With a key of BENCH, mpipar net runs instead, and the all-reduce of rank 1 is
 at fault.
 """
 
 import ctypes
 import errno
 import gc
-import importlib
 import itertools
 import os
 import signal
@@ -345,9 +344,8 @@ def faulty_bench():
     around(
         cli,
         "main",
-        lambda _, *given: importlib.import_module("bench.interconnect.__main__").main(*given),
+        lambda plain, argv, session: plain(["net", *argv], session),
     )
-    sys.argv[0] = "bench.interconnect"
 
 
 def run(argv, session):

@@ -29,9 +29,11 @@ WIRE = {
     "comm.algorithms.window",
 }
 # What these send stays out of the records.
-REPORTS = {"comm.facts", "trace.clock", "comm.hosts", "job.self_test"}
-IMPORT_MPI = WIRE | REPORTS | {"job.mpi", "comm.launcher", "commands.doctor"}
-CALL_MPI = WIRE | REPORTS | {"job.session", "job.mpi"}
+REPORTS = {"trace.clock", "comm.facts", "comm.hosts", "job.self_test"}
+# The benchmark makes the same calls beside those of comm.
+BARE = {f"interconnect.{name}" for name in "cases compiled groups job measure vet".split()}
+IMPORT_MPI = WIRE | REPORTS | BARE | {"job.mpi", "comm.launcher", "commands.doctor"}
+CALL_MPI = WIRE | REPORTS | BARE | {"job.session", "job.mpi"}
 MPI_CALLS = set(
     """Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Gather Gatherv
     Iallgather Iallgatherv Iallreduce Ibarrier Ireduce_scatter Ireduce_scatter_block Irecv

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from bench_rows import SESSION
+from bench_session import SESSION
 from helpers import run_command, run_ranks
 
 from bench import generate, reading_path, results, schedules, tiles
@@ -51,7 +51,7 @@ def measured(path, name, words, ranks=None, codes=(0,)):
 # --- by name
 
 
-@pytest.mark.parametrize("name", ["compare"])
+@pytest.mark.parametrize("name", ["recorder"])
 def test_both_names_start_the_same_program(name):
     by_runner, by_module = run("bench", name, "--help"), run(f"bench.{name}", "--help")
     assert by_runner.returncode == EXIT_OK

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from bench_rows import ONE, SESSION
+from bench_session import ONE, SESSION
 from helpers import run_ranks
 
 from bench.step import __main__ as step

@@ -9,8 +9,9 @@ import pytest
 from helpers import assert_close
 from ops_cases import LARGE, call_every_op, plain
 
-from bench.interconnect import session
 from mpipar.errors import EXIT_ENVIRONMENT, EnvironmentProblem
+from mpipar.interconnect import job
+from mpipar.interconnect.arguments import Arguments
 from mpipar.ops import make
 from mpipar.ops.cuda.kernels import Loader
 
@@ -86,7 +87,7 @@ def test_messages_need_no_gpu_that_the_kernels_need(monkeypatch):
     )
     with pytest.raises(EnvironmentProblem, match=r"7\.0"):
         make("cuda", "float32")
-    ops = session.make_ops("staged", "float32", 0)
+    ops = job.make_ops(Arguments(transport="staged"), 0)
     assert ops.to_host(ops.zeros((2,))).tolist() == [0, 0]
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from bench.interconnect import plans
 from mpipar.config import flags, reading
 from mpipar.config.sizes import read_bytes
 
@@ -31,9 +30,6 @@ def test_sizes_are_read(text, expected):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ValueError, match=r"^must be bytes: write 4096, 64K, 1\.5M or 1G$"):
         read_bytes(text)
-    assert plans.size_problems({"--end-bytes": text, "--begin-bytes": "8"}) == [
-        f"--end-bytes {text!r}: must be bytes: write 4096, 64K, 1.5M or 1G"
-    ]
 
 
 def read(folder, text):

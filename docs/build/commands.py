@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.interconnect.launches import environment_of_jobs
 from bench.results import ROOT
 from docs.build.blocks import Block
 from mpipar import cli
 from mpipar.comm.launcher import Launcher
 from mpipar.errors import UserError
+from mpipar.interconnect.program import environment_of_jobs
 from mpipar.job.session import Session
 
 LIMIT = 100  # seconds for one command

@@ -19,8 +19,8 @@ from mpipar import errors
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """errors files ops comm data job config layers models pipeline checkpoint
-    console study.schedules trace train study.explain plan inference run learn commands cli
-    __main__""".split()
+    console study.schedules trace train study.explain plan inference run interconnect learn
+    commands cli __main__""".split()
 SOURCES = (".py", ".cu", ".cuh", ".js", ".css", ".html")
 COMMENT = re.compile(r"^((?://.*\n)+)|^/\*(.*?)\*/|<!--(.*?)-->", re.MULTILINE | re.DOTALL)
 

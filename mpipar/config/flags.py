@@ -135,7 +135,8 @@ def add_field(group, field: dataclasses.Field, **more) -> None:
     if not legal["is_positional"]:
         options |= {"dest": field.name, "required": field.default is MISSING}
     name = field.name if legal["is_positional"] else flag(field.name)
-    group.add_argument(name, **{"help": text.replace("%", "%%"), **options, **more})
+    names = (legal["short"], name) if legal["short"] else (name,)
+    group.add_argument(*names, **{"help": text.replace("%", "%%"), **options, **more})
 
 
 def parsed(

@@ -89,8 +89,8 @@ class RunConfig:
     )
     all_reduce: str = setting(
         "mpi",
-        "all-reduce algorithm: mpi = the library's own; python -m bench.interconnect --ways"
-        " algorithms shows which is fastest",
+        "all-reduce algorithm: mpi = the library's own; mpipar net --via algorithms shows which is"
+        " fastest",
         choices=SUMS,
     )
     check_comm: bool = setting(

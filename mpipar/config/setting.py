@@ -37,6 +37,7 @@ def setting(
     is_positional=False,
     is_switch=False,
     of_weights=False,
+    short=None,
 ):
     """Return a field with its help and limits: low <= value <= high, above < value < below.
 
@@ -44,7 +45,8 @@ def setting(
     value, ...) of the choice that the field belongs to; with any other value of that choice it has
     no meaning, is not written, and is refused if given. metavar: placeholder for the value in the
     help. rare: shown by --help-all only. is_positional, is_switch: see below. of_weights: it has no
-    flag; it comes from the config.json of weights, a preset or a key of a TOML file.
+    flag; it comes from the config.json of weights, a preset or a key of a TOML file. short: a
+    second flag, of one letter.
     """
     legal = {
         "low": low,
@@ -59,6 +61,7 @@ def setting(
         "is_positional": is_positional,
         "is_switch": is_switch,
         "of_weights": of_weights,
+        "short": short,
     }
     return dataclasses.field(default=default, metadata={"help": what, **legal})
 

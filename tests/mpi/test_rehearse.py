@@ -17,15 +17,11 @@ from small_model import (
     small_config,
 )
 
-from bench.rehearse import against
-from bench.rehearse.first_ranks import ABSENT, STAND_IN, FirstRanks, with_stand_ins
-from bench.rehearse.player import Player
-from bench.rehearse.script import script_of
-from bench.training import config_of
+from bench.rehearse import Player, script_of
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.group import Comm
-from mpipar.comm.record import POINT_TO_POINT
+from mpipar.comm.record import as_record
 
 WHAT = attrgetter(
     "operation",
@@ -39,8 +35,6 @@ WHAT = attrgetter(
     "stage",
     "mb",
     "phase",
-    "site",
-    "cut",
 )
 PIPELINE = {2: (1, 2, 1), 4: (2, 2, 1)}.get(WORLD.size, (1, 1, 1))
 TENSOR = {2: (1, 1, 2), 4: (2, 1, 2)}.get(WORLD.size, (1, 1, 1))
@@ -70,7 +64,8 @@ CASES = {  # name: arguments of small_config
 
 
 def player_of(config) -> Player:
-    return Player(config, WORLD, ops_module.make_for(config.run))
+    ops = ops_module.make_for(config.run)
+    return Player(config, WORLD, ops, script_of(config, WORLD.rank))
 
 
 IN_SHORT = {2: ("zb-h1", "experts", "zero 3"), 4: ()}.get(WORLD.size, ())
@@ -89,9 +84,10 @@ def test_records_are_those_of_a_real_step(case):
     config = small_config(**CASES[case])
     player = player_of(config)
     assert player.check() == ""
-    _, ((*played,),) = player.steps(1)
+    player.play()
+    played = list(map(as_record, player.recorder.entries))
     _, recorder = real_step(config)
-    player.close()
+    player.comms.close()
     assert played
 
     def known(record):
@@ -101,58 +97,10 @@ def test_records_are_those_of_a_real_step(case):
     assert list(map(known, played)) == list(map(known, recorder.records))
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "words",
-    [
-        "dp=4,pp=2,tp=2",
-        "pp=4,dp=2 --schedule dualpipe-v --num-microbatches 8",
-        "dp=8 --zero 3",
-        "pp=4 --schedule zb-v --num-microbatches 8 --tied",
-        "cp=4",
-        "tp=4 --dtype bfloat16",
-        "dp=4,ep=4 --experts 8 --expert-ffn 64",
-        "dp=3,ep=3 --experts 6 --expert-ffn 64 --batch-size 12 --num-microbatches 4",
-    ],
-)
-def test_first_ranks_make_their_calls(words):
-    """In the order of the step, with stand-ins for the peers that are absent."""
-    config = config_of(["--preset", "tiny", "--layers", "8", "--layout", *words.split()])
-    script = script_of(config, WORLD.rank)
-    player = Player(
-        config,
-        WORLD,
-        ops_module.make_for(config.run),
-        with_stand_ins(script, WORLD),
-        FirstRanks.here(config, WORLD),
-    )
-    assert player.check() == ""
-    _, ((*played,),) = player.steps(1)
-    player.close()
-    stands_in = [one.operation for one in played if one.name.endswith(STAND_IN)]
-    due = [
-        (one.record.operation, one.record.name, one.record.phase)
-        for one in script.calls
-        if one.record.tag >= 0
-        or min(rank for rank in script.groups[one.record.axis] if rank != WORLD.rank) < WORLD.size
-    ]
-    assert [
-        (one.operation, one.name, one.phase) for one in played if not one.name.endswith(STAND_IN)
-    ] == due
-    absent = [
-        one.operation for one in played if one.axis == ABSENT and not one.name.endswith(STAND_IN)
-    ]
-    count = WORLD.allreduce(
-        np.array([[kinds.count(kind) for kind in POINT_TO_POINT] for kinds in (absent, stands_in)])
-    )
-    assert count[0].tolist() == count[1][::-1].tolist()
-    assert count.any() == ("dp=8" not in words and "tp=4 " not in words and "ep=" not in words)
-
-
 def wrong_on_some_rank(config) -> bool:
     player = player_of(config)
     found = np.array([len(player.check())])
-    player.close()
+    player.comms.close()
     WORLD.Allreduce(found.copy(), found)
     return bool(found[0])
 
@@ -190,14 +138,3 @@ def parts_of_the_wrong_ranks(plain, wire, x, size):
 def test_a_planted_bug_is_seen(owner, name, twin, values, monkeypatch):
     plant(monkeypatch, owner, name, twin)
     assert wrong_on_some_rank(small_config(**values))
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("words", ["dp=2 --zero 3", "pp=2 --schedule zb-h1"])
-def test_a_real_step_and_its_rehearsal_take_turns(words, monkeypatch):
-    monkeypatch.setattr(against, "SIZES", "--preset tiny --layers 2 --batch-size 8")
-    times, alike = against.one_layout(WORLD, words, 2)
-    assert alike
-    assert times.shape == (2, 2)
-    assert (times > 0).all()

@@ -9,7 +9,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from bench.interconnect.routing import shares
 from bench.training import config_of
 from docs.build.pictures.plots import PURPOSES, purposes_of
 from docs.build.pictures.shapes import arguments, layout_words, load_trace, watch
@@ -20,6 +19,7 @@ from mpipar.commands.schedule import costs_of, title
 from mpipar.config.flags import Parser
 from mpipar.console.tables import nbytes
 from mpipar.errors import DataError, UsageError
+from mpipar.interconnect.routing import shares
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.study.explain.predict import fullest
 from mpipar.study.schedules.draw import svg

@@ -1,1 +1,0 @@
-"""Messages and collectives: what they cost between the ranks of a training layout."""

@@ -1,0 +1,159 @@
+"""The result file: JSON lines, one schema version, every sample's time; and what is made of it.
+
+A launch has a head (machine, library, environment, flags), a line for each row, and a last line
+that says how it ended. A line is written whole, so the file of a killed run is valid up to its end.
+"""
+
+import csv
+import io
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from mpipar.errors import DataError, OutputError
+from mpipar.files.bounded import open_regular, parse_json
+from mpipar.files.text import shown
+
+SCHEMA = 3
+TEXTS = ("case", "via", "transport", "axis", "mode", "link", "dtype", "buffers")
+NUMBERS = (
+    "size_bytes", "count", "iterations", "median_us", "low_us", "high_us", "min_us", "max_us",
+    "cv_percent", "algbw_GBps", "busbw_GBps",
+)  # fmt: skip
+NOT_ONE = "is this a file of mpipar net --json?"
+LINKS = "\n[[links]]\njoins = {}\ngbytes_s = {:.4g}\nlatency_us = {:.4g}\n"
+Row = dict[str, Any]
+
+
+class Run:
+    """One launch: head, rows, and refused cases."""
+
+    def __init__(self, head: Row):
+        self.head, self.rows, self.refused = head, list[Row](), list[str]()
+
+
+def write_text(path: str, text: str, append: bool = False) -> None:
+    """Write a file, and make the folders that it lacks. Raises OutputError."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "a" if append else "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror}") from error
+
+
+def check_writable(*paths: str | None) -> None:
+    """Before measuring, raise OutputError if one of these files could not be written."""
+    for path in filter(None, paths):
+        existed = os.path.lexists(path)
+        write_text(path, "", append=True)
+        if not existed:
+            Path(path).unlink()
+
+
+def line(kind: str, value: Row) -> str:
+    """Return one line of a result file."""
+    return json.dumps({"kind": kind, **value}, separators=(",", ":")) + "\n"
+
+
+def parse(lines: list[str], name: str) -> list[Run]:
+    """Return the launches in the lines of a file. Raises DataError if it is not such a file."""
+    runs: list[Run] = []
+    for number, text in enumerate(lines, 1):
+        try:
+            value = parse_json(text)
+        except ValueError as error:
+            if number == len(lines) and not text.endswith("\n"):
+                break  # killed while writing: what came before is valid
+            raise DataError(f"{name}:{number}: {error}; {NOT_ONE}") from error
+        kind = value.pop("kind", None) if isinstance(value, dict) else None
+        if kind == "head":
+            if (found := value.get("schema")) != SCHEMA:
+                raise DataError(f"{name}:{number}: schema {shown(found)}, this reads {SCHEMA}")
+            runs.append(Run(value))
+        elif kind == "row" and runs:
+            if wrong := wrong_cells(value):
+                raise DataError(f"{name}:{number}: {', '.join(wrong)}: missing, or no such value")
+            runs[-1].rows.append(value)
+        elif kind == "end" and runs:
+            runs[-1].refused = list(map(str, value.get("refused", [])))
+        else:
+            raise DataError(f"{name}:{number}: {NOT_ONE}")
+    if not runs:
+        raise DataError(f"{name}: empty; {NOT_ONE}")
+    return runs
+
+
+def wrong_cells(row: Row) -> list[str]:
+    """Return the columns of a row that are missing or not of their type."""
+    found = [one for one in TEXTS if not (isinstance(row.get(one), str) and row[one].isprintable())]
+    found += [one for one in NUMBERS if not is_number(row.get(one))]
+    for name, least in (("times_us", 1), ("ranks", 1)):
+        cells = row.get(name)
+        if not (isinstance(cells, list) and len(cells) >= least and all(map(is_number, cells))):
+            found.append(name)
+    return found
+
+
+def is_number(value: Any) -> bool:
+    """Return whether this is a finite number."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def read(path: str) -> list[Run]:
+    """Return the launches in a file. Raises DataError when it cannot be read or understood."""
+    try:
+        with open_regular(path) as file:
+            return parse(list(io.TextIOWrapper(file, encoding="utf-8")), path)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not text; {NOT_ONE}") from error
+
+
+def as_csv(rows: list[Row]) -> str:
+    """Return one line for each row, with every column but the samples."""
+    plain = [
+        {
+            name: "+".join(map(str, value)) if isinstance(value, list) else value
+            for name, value in row.items()
+            if name != "times_us"
+        }
+        for row in rows
+    ]
+    out = io.StringIO()
+    names = list(dict.fromkeys(name for row in plain for name in row))
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(plain)
+    return out.getvalue()
+
+
+def sheet(base: str, rows: list[Row]) -> str:
+    """Return a machine sheet: that of `base` with the links that these sums show.
+
+    The rows of one axis, on which ranks of one host (or of all) add up, make a level: its rate is
+    the bus bandwidth of the largest size, its latency the time of the smallest.
+    """
+    text = base.split("[[links]]", maxsplit=1)[0].rstrip() + "\n"
+    levels = []
+    for axis in ("host", "hosts"):
+        own = sorted(
+            (row for row in rows if row["axis"] == axis), key=lambda row: row["size_bytes"]
+        )
+        if own:
+            largest = [row for row in own if row["size_bytes"] == own[-1]["size_bytes"]]
+            smallest = [row for row in own if row["size_bytes"] == own[0]["size_bytes"]]
+            levels.append(
+                (
+                    max(len(row["ranks"]) for row in own) if axis == "host" else 1,
+                    min(row["busbw_GBps"] for row in largest),
+                    max(row["median_us"] for row in smallest),
+                )
+            )
+    if len(levels) == 1:  # the other level is unknown: as this one
+        levels *= 2
+    (joins, *inside), (_, *between) = levels
+    return text + LINKS.format(joins, *inside) + LINKS.format(0, *between)

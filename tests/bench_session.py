@@ -1,0 +1,10 @@
+"""A session of one rank without a launcher, for programs of bench/ that a test calls."""
+
+import types
+
+from mpipar.job.one_rank import OneRank
+
+ONE = OneRank("none is needed")
+SESSION = types.SimpleNamespace(
+    start=lambda: ONE, host_rank=0, world=ONE, agree=lambda function: function()
+)
