@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpipar.plan.job import BY_NAME, STACKS, Layout, Shape, Stack, utilization
-from mpipar.plan.machine import OLD_START, Machine, load_machine
+from mpipar.plan.machine import Machine, load_machine
 from mpipar.plan.memory import GIB, fullest
 from mpipar.plan.model import Step, step_time
 
+OLD_START = 3.5  # of collectives before 2023: two tables of A100, for different versions of NCCL
 DATA = Path(__file__).parent / "data"
 MACHINE_OF = {
     "A100-80-SXM": "a100-80",

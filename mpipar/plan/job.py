@@ -292,10 +292,8 @@ class Stack:
 
     def with_dtype(self, dtype: str) -> Stack:
         """Return the same stack in another number format; 32-bit weights need no masters."""
-        if dtype != "float32":
-            return self
         wide = {"weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8, "wire_bytes": 4}
-        return replace(self, **wide, number_bytes=4)
+        return replace(self, **wide, number_bytes=4) if dtype == "float32" else self
 
 
 MEGATRON = (

@@ -14,16 +14,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from mpipar.errors import DataError, UsageError, suggestion
+from mpipar.errors import DataError, UsageError, broken, suggestion
 from mpipar.files.bounded import problems_as, read_toml
 from mpipar.files.text import brief
 from mpipar.files.typed import built
 
 SHEETS = Path(__file__).parent / "machines"
 GENERATIONS = ("a100", "h100")  # whose constants of a software stack apply
-DEVICES = ("cuda", "cpu")
 LARGEST = 1e12  # of any figure
-OLD_START = 3.5  # of collectives before 2023: two tables of A100, for different versions of NCCL
 SHORT, LATE = 0.66, 3.5  # of a node's links: rate of the low-latency way, latency of the other
 STEP_US = (3.4, 14.0)  # of a ring, in a node and to the next one: NCCL's own table (tuning.cc)
 NETWORK = 0.9  # share of an adapter's rate that collectives reach
@@ -221,38 +219,57 @@ def load_machine(name: str, ranks: int = 1) -> Machine:
     values = read_toml(path, DataError)
     with problems_as(DataError, str(path)):
         machine = built(Machine, {"name": path.stem} | values, "the file")
-    if wrong := list(sheet_problems(machine, ranks)):
+    if wrong := sheet_problems(machine, ranks):
         raise DataError([f"{path}: {one}" for one in wrong])
     return machine
 
 
-def sheet_problems(machine: Machine, ranks: int) -> Iterator[str]:
-    """Yield what no machine has, and what plans would misread."""
+def sheet_problems(machine: Machine, ranks: int) -> list[str]:
+    """Return what no machine has, and what plans would misread."""
     nested = {"peak_tflops": machine.peak_tflops}
     nested |= {f"links[{number}]": vars(link) for number, link in enumerate(machine.links)}
     numbers = {name: one for name, one in vars(machine).items() if type(one) in (int, float)}
     for place, values in nested.items():
         numbers |= {f"{place}.{name}": one for name, one in values.items()}
-    for place, value in numbers.items():
-        zero = place.endswith(("_us", "joins", "best_mfu"))
-        if not 0 <= value <= LARGEST or (value == 0 and not zero):
-            yield f"{place} is {value:g}, which cannot be"
-    joins = [link.joins for link in machine.links] or [0]
-    if 0 in (joins[0], *joins[:-1]) or any(two % one for one, two in pairwise(joins)):
-        yield (
-            f"links join {', '.join(map(str, joins))} devices: each level must join a multiple of"
-            " the one before; only the last of several may be 0, which is any number"
-        )
-    elif 0 < joins[-1] < ranks:
-        yield f"links join {joins[-1]} devices, the job has {ranks}: add a level that joins more"
-    if machine.ceiling_tflops > max(machine.peak_tflops.values(), default=0.0):
-        yield f"ceiling_tflops is {machine.ceiling_tflops:g}, above the peak"
-    if machine.efficiency not in GENERATIONS:
-        yield (
-            f"efficiency {brief(machine.efficiency)}: no software is measured on it; use"
-            f" {' or '.join(GENERATIONS)}, whichever is more similar"
-        )
-    if not machine.peak_tflops.keys() & {"bfloat16", "float16"}:
-        yield "peak_tflops names neither bfloat16 nor float16"
-    if machine.device not in DEVICES:
-        yield f"device {brief(machine.device)}: use {' or '.join(DEVICES)}"
+    joins, devices = [link.joins for link in machine.links] or [0], ("cuda", "cpu")
+    uneven = any(two % one for one, two in pairwise(joins) if one)
+    return broken(
+        *(
+            (
+                not 0 <= value <= LARGEST
+                or (value == 0 and not place.endswith(("_us", "joins", "best_mfu"))),
+                f"{place} is {value:g}, which cannot be",
+            )
+            for place, value in numbers.items()
+        ),
+        (
+            uneven or 0 in (joins[0], *joins[:-1]),
+            (
+                f"links join {', '.join(map(str, joins))} devices: each level must join a multiple"
+                " of the one before; only the last of several may be 0, which is any number"
+            ),
+        ),
+        (
+            0 < joins[-1] < ranks,
+            f"links join {joins[-1]} devices, the job has {ranks}: add a level that joins more",
+        ),
+        (
+            machine.ceiling_tflops > max(machine.peak_tflops.values(), default=0.0),
+            f"ceiling_tflops is {machine.ceiling_tflops:g}, above the peak",
+        ),
+        (
+            machine.efficiency not in GENERATIONS,
+            (
+                f"efficiency {brief(machine.efficiency)}: no software is measured on it;"
+                f" use {' or '.join(GENERATIONS)}, whichever is more similar"
+            ),
+        ),
+        (
+            not machine.peak_tflops.keys() & {"bfloat16", "float16"},
+            "peak_tflops names neither bfloat16 nor float16",
+        ),
+        (
+            machine.device not in devices,
+            f"device {brief(machine.device)}: use {' or '.join(devices)}",
+        ),
+    )

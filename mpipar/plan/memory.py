@@ -33,11 +33,6 @@ class Memory(NamedTuple):
     reserve: float
 
     @property
-    def states(self) -> float:
-        """Weights, gradients and optimizer."""
-        return self.weights + self.gradients + self.optimizer
-
-    @property
     def total(self) -> float:
         return sum(self)
 
@@ -90,23 +85,17 @@ def stash_of(shape: Shape, layout: Layout, stack: Stack) -> Stash:
 def in_flight(schedule: str, pp: int, chunks: int, rank: int, m: int) -> list[tuple[int, int]]:
     """Return how many microbatches of a stage a rank keeps when it is fullest, in its own order.
 
-    Each pair is (those before their input gradient, those between it and the weight gradient); only
-    moments are given that no other has more of both.
+    Each pair is (those between their input gradient and the weight gradient, the most before it).
     """
     family = BY_NAME[schedule]
-    m = min(m, STEADY * pp)
-    waiting = pending = 0
-    most: dict[int, int] = {}  # pending -> waiting
-    for instr in family.order(pp, rank, m, *(chunks,) if family.looped else ()):
+    waiting, pending = 0, 0
+    most: dict[int, int] = {}
+    for instr in family.order(pp, rank, min(m, STEADY * pp), *(chunks,) if family.looped else ()):
         for kind, _, _ in parts(instr):
             waiting += {"F": 1, "W": 0}.get(kind, -1)
             pending += (kind == "I") - (kind == "W")
         most[pending] = max(most.get(pending, 0), waiting)
-    pairs: list[tuple[int, int]] = []
-    for later, before in sorted(most.items(), reverse=True):
-        if not pairs or before > pairs[-1][0]:
-            pairs.append((before, later))
-    return pairs
+    return [*most.items()]
 
 
 def memory_of(
@@ -140,24 +129,24 @@ def memory_of(
     )
 
 
-Flights = Callable[[str, int, int, int, int], list[tuple[int, int]]]  # in_flight, perhaps cached
-
-
 def by_rank(
-    shape: Shape, layout: Layout, stack: Stack, flights: Flights = in_flight
+    shape: Shape, layout: Layout, stack: Stack, flights: Callable = in_flight
 ) -> dict[int, Memory]:
-    """Return the memory of the pipeline ranks that may be fullest: the ends, and those beside."""
+    """Return the memory of the pipeline ranks that may be fullest: the ends, and those beside.
+
+    flights: `in_flight`, which a search caches.
+    """
     stash, blocks = stash_of(shape, layout, stack), layout.blocks_by_rank(shape.layers)
     order, last = (layout.schedule, layout.pp, layout.chunks), layout.pp - 1
     found, later = {}, stash.later / stash.kept
     for rank in sorted({0, min(1, last), max(last - 1, 0), last}):
         pairs = flights(*order, rank, layout.num_microbatches)
-        flight = max(waiting + later * pending for waiting, pending in pairs)
+        flight = max(waiting + later * pending for pending, waiting in pairs)
         found[rank] = memory_of(shape, layout, stack, rank, blocks[rank], stash, flight)
     return found
 
 
-def fullest(shape: Shape, layout: Layout, stack: Stack, flights: Flights = in_flight) -> Memory:
+def fullest(shape: Shape, layout: Layout, stack: Stack, flights: Callable = in_flight) -> Memory:
     """Return the memory of the fullest rank in closed form."""
     return max(by_rank(shape, layout, stack, flights).values(), key=sum)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mpipar.plan.job import Layout, Segment, Shape, Stack, segments, utilization
+from mpipar.plan.job import Layout, Segment, Shape, Stack, segments
 from mpipar.plan.machine import Machine
 from mpipar.study.schedules.forms import FORMS, FULL, POSTPONED, Form, Letters
 
@@ -25,7 +25,6 @@ SLOWED = 0.5  # seconds that computing loses per second of what is sent beside i
 SUM_OF_PARTS = 1.2  # time of reduce-scatter + all-gather over one all-reduce of the same bytes
 BARRIER = 0.07  # launch of a barrier over launches of a block's forward: chosen on steps
 UNALIGNED = 2.5  # time of a matmul over a vocabulary that is no multiple of 8: chosen on steps
-Collective = Callable[[float, int, int], float]  # (bytes, ranks, stride) -> seconds
 # The bubbles of published schedules. zb-2p has none: a step begins before the last has ended.
 BUBBLES = {"none": FULL, "zb-1p": POSTPONED, "zb-2p": Form("0", lambda n: 0)}
 BEYOND = 2.0  # points of MFU by which a plan may exceed the best measured step of its device
@@ -121,8 +120,10 @@ class Rates:
         )
 
 
-def beside(moved: float, window: float) -> float:
+def beside(moved: float, window: float, overlap: bool = True) -> float:
     """Return the seconds that sending adds to a window of computing, which it slows down."""
+    if not overlap:
+        return moved
     out = max(0.0, moved - window)
     return out + SLOWED * (moved - out)
 
@@ -220,18 +221,17 @@ def gathered(shape: Shape, layout: Layout, machine: Machine, stack: Stack, block
     scatter = gather * stack.wire_bytes / stack.number_bytes
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
     backward = block.i.total + block.w.total + block.again.total
-
-    def added(moved: float, window: float) -> float:
-        return often * (beside(moved, window) if stack.overlap else moved)
-
+    forward = often * beside(gather, block.f.total, stack.overlap)
     return block._replace(
-        f=block.f._replace(gathers=added(gather, block.f.total)),
-        i=block.i._replace(gathers=added(gather + scatter, backward)),
+        f=block.f._replace(gathers=forward),
+        i=block.i._replace(gathers=often * beside(gather + scatter, backward, stack.overlap)),
     )
 
 
-def over_all(collective: Collective, own: list[Segment], number_bytes: float) -> float:
-    """Return the seconds of a collective on each of these segments."""
+def over_all(
+    collective: Callable[[float, int, int], float], own: list[Segment], number_bytes: float
+) -> float:
+    """Return the seconds of a collective (bytes, ranks, stride) on each of these segments."""
     return sum(collective(one.elements * number_bytes, one.ranks, one.stride) for one in own)
 
 
@@ -289,10 +289,9 @@ def capped(shape: Shape, layout: Layout, machine: Machine, step: Step) -> Step:
     """Return the step, which is not promised to use more of the device than was ever measured."""
     if not machine.best_mfu:
         return step
-    rows = layout.dp * layout.rows * layout.num_microbatches
+    flops = shape.step_flops(layout.dp * layout.rows * layout.num_microbatches)
     most = (machine.best_mfu + BEYOND) / 100
-    peak = machine.peak_tflops[machine.dtype_16]
-    least = utilization(shape.step_flops(rows), most, layout.ranks, peak)
+    least = flops / (most * layout.ranks * machine.peak_tflops[machine.dtype_16] * 1e12)
     return step._replace(capped=max(0.0, least - step.total))
 
 
@@ -308,41 +307,29 @@ def closed(shape: Shape, layout: Layout, block: Block, busy: list[float]) -> flo
 
     With a split backward the last rank does not set the pace: all have the same gap somewhere.
     """
-    counts, waits, gaps = layout.blocks_of(shape.layers), 0.0, []
-    letters = Letters(
-        2,
-        layout.num_microbatches,
-        1,
-        block.f.total,
-        block.i.total + block.again.total,
-        block.w.total,
-    )
-    each = bubble_of(layout.schedule).value(letters)
-    for rank in range(layout.pp):
-        gaps.append(waits)
-        waits += counts[rank] * each
+    m, again = layout.num_microbatches, block.i.total + block.again.total
+    letters = Letters(2, m, 1, block.f.total, again, block.w.total)
+    each, counts = bubble_of(layout.schedule).value(letters), layout.blocks_of(shape.layers)
+    waits = [sum(counts[:rank]) * each for rank in range(layout.pp)]
     if layout.family.split:
-        gaps = [gaps[-1]] * layout.pp
-    return max(gap + own for gap, own in zip(gaps, busy, strict=True))
+        waits = [waits[-1]] * layout.pp
+    return max(wait + own for wait, own in zip(waits, busy, strict=True))
 
 
 def hop_seconds(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> float:
     """Return the exposed seconds of messages between stages, down once and up once.
 
-    A stack without overlap also waits for those of each chunk and microbatch.
+    Those inside nodes are counted only if there are no others. A stack without overlap also waits
+    for those of each chunk and microbatch.
     """
     if layout.pp == 1:
         return 0.0
-    tokens = layout.rows * shape.tokens / layout.cp
-    message = tokens * shape.width * stack.number_bytes / layout.tp
-    hops, stride, node = layout.stages - 1, layout.stage_stride, machine.per_node
-    nodes = -(-layout.pp * stride // node)
-    across = min(hops, layout.chunks * nodes - 1) if nodes > 1 else 0
-    near, far = (machine.message(message, to) for to in (stride, max(stride, node)))
-    seconds = 2 * ((hops - across) * near + across * far)
-    if not stack.overlap:
-        seconds += layout.num_microbatches * layout.chunks * (far if across else near)
-    return seconds
+    tokens, node = layout.rows * shape.tokens / layout.cp, machine.per_node
+    nodes = -(-layout.pp * layout.stage_stride // node)
+    away = max(layout.stage_stride, node) if nodes > 1 else layout.stage_stride
+    hop = machine.message(tokens * shape.width * stack.number_bytes / layout.tp, away)
+    seconds = 2 * min(layout.stages - 1, max(1, layout.chunks * nodes - 1)) * hop
+    return seconds if stack.overlap else seconds + layout.num_microbatches * layout.chunks * hop
 
 
 def sum_seconds(
@@ -352,14 +339,12 @@ def sum_seconds(
     window = max(0, blocks - 1)  # the last block's gradients find nothing to hide beside
     backward = window * (block.i.total + block.w.total + block.again.total)
     if layout.zero == 0:
-        sums = over_all(machine.all_reduce, own, stack.wire_bytes)
-        return beside(sums, backward) if stack.overlap else sums
+        return beside(over_all(machine.all_reduce, own, stack.wire_bytes), backward, stack.overlap)
     sums, weights = (
         over_all(machine.all_gather, own, size) for size in (stack.wire_bytes, stack.number_bytes)
     )
-    if not stack.overlap:
-        return sums + weights
-    return beside(sums, backward) + beside(weights, window * block.f.total)
+    forward = beside(weights, window * block.f.total, stack.overlap)
+    return beside(sums, backward, stack.overlap) + forward
 
 
 def update_seconds(layout: Layout, machine: Machine, stack: Stack, own: list[Segment]) -> float:

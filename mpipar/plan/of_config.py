@@ -19,13 +19,12 @@ from mpipar.train.build import configured_schedule
 
 def config_of(named: Config, shape: Shape, layout: Layout, dtype: str, device: str) -> Config:
     """Return the Config of a layout, before it is resolved. named: it names the model."""
-    inner = "pp" if layout.outer == "dp" else "dp"
     grid = replace(
         named.grid,
         **{axis: getattr(layout, axis) for axis in (*AXES, "ep", "num_microbatches", "schedule")},
         chunks=layout.chunks if layout.family.looped else None,
         stage_layers=layout.blocks_of(shape.layers) if layout.pp > 1 else None,
-        rank_order=f"{layout.outer},{inner},cp,tp",
+        rank_order="dp,pp,cp,tp" if layout.outer == "dp" else "pp,dp,cp,tp",
     )
     return replace(
         named,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 from importlib.resources import files
+from itertools import zip_longest
 from typing import NamedTuple
 
 from mpipar.comm.grid import AXES
@@ -61,7 +62,7 @@ def report(question: Question, plan: Plan, job: Job) -> str:
     if not plan.best:
         return "\n\n".join([impossible(question, plan), head, rejections(plan)])
     best = plan.best[0]
-    blocks = [
+    blocks = (
         verdict(question, plan),
         command_line(question, job, best),
         head,
@@ -70,23 +71,22 @@ def report(question: Question, plan: Plan, job: Job) -> str:
         sensitivity(question, plan),
         rejections(plan),
         confidence(question, best),
-    ]
+    )
     return "\n\n".join(filter(None, blocks))
 
 
 def verdict(question: Question, plan: Plan) -> str:
     """Return the layout, its step, its utilization beside the best measured, and its memory."""
     best, machine = plan.best[0], question.machine
-    seconds = best.step.total
-    tokens = question.batch_size * question.shape.tokens / seconds
+    tokens = question.batch_size * question.shape.tokens / best.step.total
     share, known = 100 * mfu(question, best), machine.best_mfu
     how = "mpipar's own step, on shapes" if question.stack.own else "in closed form"
     beside = f"best measured on {machine.name}: {known:.1f} %" if known else "none is measured"
     lines = [
-        candidate_words(best),
+        words_of(best.layout),
         (
-            f"{seconds:.4g} s a step, {short_count(tokens)} tokens/s, MFU up to {share:.1f} %"
-            f" ({beside}" + ("; this is beyond any published run)" if 0 < known < share else ")")
+            f"{best.step.total:.4g} s a step, {short_count(tokens)} tokens/s, MFU up to"
+            f" {share:.1f} % ({beside}{'; this is beyond any published run' * (0 < known < share)})"
         ),
         (
             f"{best.memory.total / GIB:.1f} of {question.gib:.1f} GiB on the fullest rank ({how});"
@@ -94,20 +94,19 @@ def verdict(question: Question, plan: Plan) -> str:
         ),
     ]
     if plan.tied:
-        spread, nodes = question.stack.spread, nodes_of_data(question, best.layout)
         lines.append(
-            f"{candidate_words(plan.tied)} is as fast within the model's error ({spread:g} %), but"
-            f" sums gradients over {nodes_of_data(question, plan.tied.layout)} nodes instead of"
-            f" {nodes}"
+            f"{words_of(plan.tied.layout)} is as fast within the model's error"
+            f" ({question.stack.spread:g} %), but sums gradients over"
+            f" {nodes_of_data(question, plan.tied.layout)} nodes instead of"
+            f" {nodes_of_data(question, best.layout)}"
         )
     return "\n".join(lines)
 
 
 def mfu(question: Question, one: Candidate) -> float:
     """Return the share of the devices' peak."""
-    flops = question.shape.step_flops(question.batch_size)
-    peak = question.machine.peak_tflops[question.dtype]
-    return utilization(flops, one.step.total, question.ranks, peak)
+    flops, peaks = question.shape.step_flops(question.batch_size), question.machine.peak_tflops
+    return utilization(flops, one.step.total, question.ranks, peaks[question.dtype])
 
 
 def bound_by(step: Step) -> str:
@@ -117,7 +116,7 @@ def bound_by(step: Step) -> str:
     return largest if parts[largest] > 0.1 * step.total else max(ALWAYS, key=parts.__getitem__)
 
 
-def layout_words(one: Layout) -> str:
+def words_of(one: Layout) -> str:
     """Return a layout in words."""
     words = [sizes_text(one._asdict())]
     if one.pp > 1:
@@ -131,19 +130,12 @@ def layout_words(one: Layout) -> str:
     return ", ".join(words)
 
 
-def candidate_words(one: Candidate) -> str:
-    """Return a candidate's layout in words."""
-    return layout_words(one.layout)
-
-
 def parts_table(best: Candidate) -> str:
     """Return the step's seconds by part, and what fills the fullest rank."""
     time = [(PARTS[name], one) for name, one in best.step._asdict().items() if one > 0]
     rows = [(name, f"{one:.3g}", f"{100 * one / best.step.total:.1f} %") for name, one in time]
     held = [(name, f"{one / GIB:.2f}") for name, one in best.memory._asdict().items()]
-    rows += [("", "", "")] * (len(held) - len(rows))
-    held += [("", "")] * (len(rows) - len(held))
-    both = [(*left, *right) for left, right in zip(rows, held, strict=True)]
+    both = [(*left, *right[:2]) for left, right in zip_longest(rows, held, fillvalue=("", "", ""))]
     return table([("a step's seconds", "", "", "GiB of the fullest rank", ""), *both])
 
 
@@ -152,7 +144,7 @@ def ranking(question: Question, plan: Plan) -> str:
     rows = [("layout", "model's s a step", "MFU %", "GiB", "why not first")]
     rows += [
         (
-            candidate_words(one),
+            words_of(one.layout),
             f"{one.step.modelled:.4g}",
             f"{100 * mfu(question, one):.1f}",
             f"{one.memory.total / GIB:.1f}",
@@ -178,24 +170,22 @@ def why_not(question: Question, first: Candidate, other: Candidate) -> str:
 
 def sensitivity(question: Question, plan: Plan) -> str:
     """Return what the step would be, and which layout would be first, on slower links."""
-    if question.ranks == 1:
-        return ""
     rows = [("with", "model's s of this layout", "first layout then", "its s a step")]
     for name, change in SLOWER.items():
-        if question.ranks <= question.machine.per_node and "outer" in change:
+        if question.ranks <= (question.machine.per_node if "outer" in change else 1):
             continue
-        asked = question._replace(machine=question.machine.with_links(**change), config=None)
+        asked = question._replace(machine=question.machine.with_links(**change))
         layout, best = plan.best[0].layout, search(asked, 1).best[0]
         same = step_time(question.shape, layout, asked.machine, question.stack).modelled
         rows.append(
             (
                 name,
                 f"{same:.4g}",
-                "the same" if best.layout == layout else candidate_words(best),
+                "the same" if best.layout == layout else words_of(best.layout),
                 f"{best.step.modelled:.4g}",
             )
         )
-    return table(rows)
+    return table(rows) if len(rows) > 1 else ""
 
 
 def rejections(plan: Plan) -> str:
@@ -214,15 +204,12 @@ def impossible(question: Question, plan: Plan) -> str:
             f"no layout fits: the one that needs least has {least.memory.total / GIB:.1f} GiB on"
             f" its fullest rank, and {question.gib:.1f} are there"
         ),
-        f"  {candidate_words(least)}",
-        f"  states alone take {least.memory.states / GIB:.1f} GiB of it",
+        f"  {words_of(least.layout)}",
+        f"  states alone take {sum(least.memory[:3]) / GIB:.1f} GiB of it",
     ]
-    for factor in FACTORS:
-        more = question._replace(ranks=factor * question.ranks)
-        if search(more, 1).best:
-            lines.append(f"on {more.ranks} devices one does")
-            break
-    return "\n".join(lines)
+    more = (question._replace(ranks=factor * question.ranks) for factor in FACTORS)
+    enough = next((one.ranks for one in more if search(one, 1).best), None)
+    return "\n".join([*lines, *[f"on {enough} devices one does"] * bool(enough)])
 
 
 # --- the command
@@ -230,8 +217,8 @@ def impossible(question: Question, plan: Plan) -> str:
 
 def command_line(question: Question, job: Job, one: Candidate) -> str:
     """Return the command that trains with a candidate."""
-    dtype, device = question.dtype, question.machine.device
-    wanted = config_of(job.config, question.shape, one.layout, dtype, device)
+    device = question.machine.device
+    wanted = config_of(job.config, question.shape, one.layout, question.dtype, device)
     before = {field.name: value for _, field, value in settings(job.config)}
     words = [
         as_typed(field.name, value)
@@ -276,9 +263,7 @@ def confidence(question: Question, best: Candidate) -> str:
 
 def nearest_runs(question: Question, layout: Layout, count: int = 3) -> list[dict[str, str]]:
     """Return published runs of similar device, size, ranks and software."""
-    with (files("mpipar.plan") / "runs.csv").open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    name = "fsdp" if question.stack.every_other else "megatron"
+    text = (files("mpipar.plan") / "runs.csv").read_text("utf-8")
 
     def distance(row: dict[str, str]) -> float:
         pairs = (
@@ -287,10 +272,11 @@ def nearest_runs(question: Question, layout: Layout, count: int = 3) -> list[dic
             (layout.tp, float(row["tp"])),
             (layout.pp, float(row["pp"])),
         )
-        apart = sum(abs(math.log2(one / two)) for one, two in pairs)
-        return apart + 4 * (row["machine"] != question.machine.name) + 8 * (row["stack"] != name)
+        other = (row["stack"] == "fsdp") != question.stack.every_other
+        sizes = sum(abs(math.log2(one / two)) for one, two in pairs)
+        return sizes + 8 * other + 4 * (row["machine"] != question.machine.name)
 
-    return sorted(rows, key=distance)[:count]
+    return sorted(csv.DictReader(text.splitlines()), key=distance)[:count]
 
 
 def as_dict(question: Question, plan: Plan, job: Job) -> dict[str, object]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from mpipar.config.layout import cuts_heads, divisors
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
+from mpipar.errors import broken
 from mpipar.pipeline.schedules.families import FAMILIES
 from mpipar.plan.job import Layout, Shape, Stack
 from mpipar.plan.machine import Machine
@@ -83,65 +84,49 @@ def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int,
         for pp in sizes("pp", question.ranks // tp):
             for cp in sizes("cp", question.ranks // tp // pp):
                 dp = question.ranks // tp // pp // cp
-                if fixed.get("dp", dp) != dp:
-                    continue
-                if not cuts_heads(tp, shape.heads, shape.kv_heads):
-                    rejected["tp does not divide the heads"] += 1
-                elif node % tp and tp != 2 * node and "tp" not in fixed:
-                    rejected["tp does not fill a node evenly, or crosses more than two"] += 1
-                elif pp > shape.layers:
-                    rejected["more stages than blocks"] += 1
-                elif question.batch_size % dp:
-                    rejected["dp does not divide the batch"] += 1
-                elif cp > 1 and shape.tokens % (2 * cp):
-                    rejected["cp does not divide the tokens"] += 1
-                elif cp > 1 and shape.tokens // cp < LONG // 2 and "cp" not in fixed:
-                    rejected["sequences too short for cp"] += 1
-                else:
+                if fixed.get("dp", dp) == dp and allowed(
+                    rejected,
+                    (
+                        not cuts_heads(tp, shape.heads, shape.kv_heads),
+                        "tp does not divide the heads",
+                    ),
+                    (
+                        node % tp and tp != 2 * node and "tp" not in fixed,
+                        "tp does not fill a node evenly, or crosses more than two",
+                    ),
+                    (pp > shape.layers, "more stages than blocks"),
+                    (question.batch_size % dp, "dp does not divide the batch"),
+                    (cp > 1 and shape.tokens % (2 * cp), "cp does not divide the tokens"),
+                    (
+                        cp > 1 and shape.tokens // cp < LONG // 2 and "cp" not in fixed,
+                        "sequences too short for cp",
+                    ),
+                ):
                     yield dp, pp, cp, tp
+
+
+def allowed(rejected: Counter, *checks: tuple[object, str]) -> bool:
+    """Return whether no check (whether something is wrong, what) is broken; count the first."""
+    reasons = broken(*checks)
+    rejected.update(reasons[:1])
+    return not reasons
 
 
 def cuts(question: Question, rejected: Counter) -> Iterator[Layout]:
     """Yield every layout that can be run, apart from its schedule."""
-    fixed, stack = question.fixed, question.stack
-    recomputes = ("none", "block") if stack.fused else ("none", "attention", "block")
+    fixed, stack, experts = question.fixed, question.stack, question.shape.experts or 1
     for dp, pp, cp, tp in axes(question, rejected):
         share, data = question.batch_size // dp, dp * cp
         for rows, recompute, zero, parallel, ep in itertools.product(
-            microbatches(share, fixed, rejected),
-            given(fixed, "recompute", recomputes),
+            [rows for rows in divisors(share) if rows <= MOST_ROWS],
+            given(fixed, "recompute", ("none", "block")),
             given(fixed, "zero", stack.zeros if data > 1 else (0,)),
-            given(fixed, "sequence_parallel", (False, True) if tp > 1 else (False,)),
-            experts(question, data, rejected),
+            (False, True) if tp > 1 else (False,),
+            [ep for ep in divisors(math.gcd(experts, data)) if fixed.get("ep", ep) == ep],
         ):
-            if zero and data == 1:
-                rejected["zero needs two ranks of dp x cp to share"] += 1
-                continue
-            m = share // rows
-            yield Layout(dp, pp, cp, tp, rows, m, "1f1b", 1, parallel, recompute, zero, ep=ep)
-
-
-def experts(question: Question, data_ranks: int, rejected: Counter) -> list[int]:
-    """Return over how many ranks of dp x cp experts can be distributed; 1 for a model without."""
-    common = math.gcd(question.shape.experts, data_ranks) if question.shape.experts else 1
-    found = [ep for ep in divisors(common) if question.fixed.get("ep", ep) == ep]
-    if not found:
-        rejected["ep does not divide the experts and dp x cp"] += 1
-    return found
-
-
-def microbatches(share: int, fixed: dict, rejected: Counter) -> list[int]:
-    """Return the rows that a microbatch can have. share: rows of a step on each replica."""
-    found = [
-        rows
-        for rows in divisors(share)
-        if fixed.get("rows", rows) == rows
-        and fixed.get("num_microbatches", share // rows) * rows == share
-    ]
-    if not found:
-        rejected["the given microbatches do not make up a replica's share of the batch"] += 1
-    given_any = fixed.keys() & {"rows", "num_microbatches"}
-    return [rows for rows in found if rows <= MOST_ROWS or given_any]
+            m, alone = share // rows, zero and data == 1
+            if allowed(rejected, (alone, "zero needs two ranks of dp x cp to share")):
+                yield Layout(dp, pp, cp, tp, rows, m, "1f1b", 1, parallel, recompute, zero, ep=ep)
 
 
 def given(fixed: dict, name: str, choices: tuple) -> tuple:
@@ -152,24 +137,20 @@ def given(fixed: dict, name: str, choices: tuple) -> tuple:
 def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterator[tuple[str, int]]:
     """Yield (schedule, chunks) that m microbatches can run on pp ranks."""
     if pp == 1:
-        if question.fixed.get("schedule", "1f1b") == "1f1b":
+        given_one = question.fixed.get("schedule", "1f1b") != "1f1b"
+        if allowed(rejected, (given_one, "the given schedule orders the stages of a pipeline")):
             yield "1f1b", 1
-        else:
-            rejected["the given schedule orders the stages of a pipeline"] += 1
         return
     for name in given(question.fixed, "schedule", SCHEDULES):
         family = FAMILIES[name]
-        own = (family.stages_per_rank,)
-        for chunks in given(question.fixed, "chunks", CHUNKS) if family.looped else own:
-            if chunks > 1 and pp * chunks > question.shape.layers:
-                rejected["more stages than blocks"] += 1
-            elif family.grouped and m % pp:
-                rejected[f"{name} needs a multiple of pp microbatches"] += 1
-            elif m < pp:
-                rejected["fewer microbatches than pipeline ranks"] += 1
-            elif m < 2 * pp and name in TWICE:
-                rejected[f"{name} needs two microbatches for each pipeline rank"] += 1
-            else:
+        for chunks in CHUNKS if family.looped else (family.stages_per_rank,):
+            if allowed(
+                rejected,
+                (pp * chunks > question.shape.layers, "more stages than blocks"),
+                (family.grouped and m % pp, f"{name} needs a multiple of pp microbatches"),
+                (m < pp, "fewer microbatches than pipeline ranks"),
+                (m < 2 * pp and name in TWICE, f"{name} needs 2 pp microbatches"),
+            ):
                 yield name, chunks
 
 
@@ -218,10 +199,8 @@ def computing(shape: Shape, layout: Layout, block: Block) -> float:
 
 def orders(question: Question, layout: Layout) -> list[Layout]:
     """Return the layout with its pipeline outermost, and with its replicas outermost."""
-    node = question.machine.per_node
-    if layout.dp == 1 or layout.pp == 1 or layout.ranks <= node:
-        return [layout]
-    return [layout, layout._replace(outer="dp")]
+    differ = layout.dp > 1 and layout.pp > 1 and layout.ranks > question.machine.per_node
+    return [layout, layout._replace(outer="dp")] if differ else [layout]
 
 
 def nodes_of_data(question: Question, layout: Layout) -> int:
