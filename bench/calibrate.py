@@ -23,7 +23,8 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.plan.machine import GENERATIONS
+from mpipar.errors import UsageError
+from mpipar.plan.machine import GENERATIONS, NETWORK
 
 SIDES = (64, 128, 256, 512, 1024, 2048)  # of square matmuls
 TOKENS, HEADS, WIDTH = 512, 4, 64  # of attention
@@ -95,27 +96,46 @@ def link(comm, ops) -> tuple[float, float]:
     return moved / max(long - short, 1e-9) * 1e-9, short * 1e6
 
 
+def measured_links(ops, session) -> list[tuple[int, float, float]]:
+    """Return (devices joined, GB/s, us) of the links inside each host, and of those between hosts.
+
+    Across hosts, all ranks of a host share what was measured; see `Machine.collective`. Comm:
+    all_reduces inside each host and over all ranks. Raises UsageError.
+    """
+    world, found = session.world, []
+    if world is None:
+        return found
+    here = len(session.host_ranks)
+    if world.size % here:
+        raise UsageError(f"{world.size} ranks are not {here} on each host; start as many on each")
+    for joins, axis, sizes in (
+        (here, "tp", {"dp": world.size // here, "tp": here}),
+        (0, "dp", {"dp": world.size}),
+    ):
+        if sizes[axis] > (here if axis == "dp" else 1):
+            comms = Comms(Grid(world.rank, sizes), ops, Recorder(), world)
+            rate, latency = link(comms[axis], ops)
+            comms.close()
+            found.append((joins, rate if joins else rate / here / NETWORK, latency))
+    return found
+
+
 def measure(args, session) -> Outcome:
-    """Measure, and write the sheet. Comm: all_reduces inside each host and over all ranks."""
+    """Measure, and write the sheet."""
     ops = ops_module.make(args.device, args.dtype)
     figures = matmuls(ops) | {
         "attention_tflops": attention_tflops(ops),
         "hbm_gbytes_s": copy_gbytes(ops),
     }
-    world, links = session.world, []
-    here = len(session.host_ranks) if world is not None else 1
-    if world is not None and world.size > 1:
-        comms = Comms(Grid(world.rank, {"tp": world.size}), ops, Recorder(), world)
-        rate, latency = link(comms["tp"], ops)
-        comms.close()
-        links.append((0 if here == world.size else here, rate, latency))
+    links = measured_links(ops, session)
     if session.launcher.rank:
         return 0
-    text = sheet(args, figures, links, here)
-    Path(args.out).write_text(text)
+    Path(args.out).write_text(sheet(args, figures, links, len(session.host_ranks or [0])))
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
-    rows += [{"figure": "link GB/s", "value": rate} for _, rate, _ in links]
-    rows += [{"figure": "link us", "value": latency} for *_, latency in links]
+    for joins, rate, latency in links:
+        where = "inside a host" if joins else "between hosts"
+        rows += [{"figure": f"link {where}, GB/s", "value": rate}]
+        rows += [{"figure": f"link {where}, us", "value": latency}]
     return Outcome(rows, end=f"{args.out}: a data sheet; mpipar plan MODEL --machine {args.out}")
 
 
@@ -125,20 +145,23 @@ def sheet(args, figures: dict[str, float], links: list, here: int) -> str:
     peak = figures["ceiling_tflops"] / 0.9
     lines = [
         f"# {results.machine()['cpu']}, measured by bench.calibrate with {args.dtype}.",
-        f'basis = "measured on one host with {here} ranks"',
+        f'basis = "measured, {here} ranks on a host"',
         f"memory_gib = {gib:.3g}",
         *(f"{name} = {value:.4g}" for name, value in figures.items()),
         f'efficiency = "{GENERATIONS[0]}"',
+        f'device = "{args.device}"',
         "fused_attention = true",
         "peak_tflops = {"
         + ", ".join(f"{name} = {peak:.4g}" for name in ("bfloat16", "float16", "float32"))
         + f", float64 = {peak / 2:.4g}}}",
     ]
-    last = links[-1] if links else (0, 1.0, 10.0)
-    measured = [(joins or here, rate, latency) for joins, rate, latency in links or [last]]
-    for joins, rate, latency in measured:
-        lines += level(joins, rate, latency)
-    lines += ["", "# beyond what was measured: a guess", *level(0, last[1] / 4, 4 * last[2])[1:]]
+    if not links or links[0][0] == 0:  # one rank on a host
+        links = [(1, 1.0, 10.0), *links]
+    for one in links:
+        lines += level(*one)
+    joins, rate, latency = links[-1]
+    if joins:
+        lines += ["", "# beyond what was measured: a guess", *level(0, rate / 4, 4 * latency)[1:]]
     return "\n".join(lines) + "\n"
 
 
