@@ -142,9 +142,13 @@ class FlatParams:
         """Return the buffer of a kind: data, grad, master or a moment."""
         return self.moments[kind] if kind in self.moments else getattr(self, kind)
 
+    def piece(self, kind: str, number: int) -> Array:
+        """Return one of the pieces of a buffer that this rank owns: all of it."""
+        return self.buffer(kind)
+
     def pieces(self, kind: str) -> list[Array]:
         """Return the pieces of a buffer that this rank owns."""
-        return [self.buffer(kind)]
+        return [self.piece(kind, 0)]
 
     def sums(self) -> list[Array]:
         """Return where the summed gradients of this rank's pieces are."""

@@ -51,14 +51,14 @@ class Sgd:
 
     def follow_signs(self, flat: FlatParams, number: int) -> None:
         """Update one of this rank's pieces by the signs of its gradients; see `Param`."""
-        master, data = (flat.pieces(kind)[number] for kind in ("master", "data"))
+        master, data = (flat.piece(kind, number) for kind in ("master", "data"))
         self.ops.sign_step(master, flat.summed[number], flat.sign_rate)
         if flat.rounds:
             self.ops.copy(data, master)
 
     def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
         """Update one of this rank's pieces, and round it to the data."""
-        master, data = (flat.pieces(kind)[number] for kind in ("master", "data"))
+        master, data = (flat.piece(kind, number) for kind in ("master", "data"))
         self.ops.sgd_step(master, flat.summed[number], lr)
         if flat.rounds:
             self.ops.copy(data, master)
@@ -71,7 +71,7 @@ class AdamW(Sgd):
 
     def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
         config = self.config
-        master, data, m, v = (flat.pieces(kind)[number] for kind in ("master", "data", *self.kinds))
+        master, data, m, v = (flat.piece(kind, number) for kind in ("master", "data", *self.kinds))
         self.ops.adamw_runs(
             master,
             flat.summed[number],

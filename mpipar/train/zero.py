@@ -111,10 +111,13 @@ class ShardedFlatParams(FlatParams):
             return self.ops.zeros((self.total // self.group.size,), dtype, label=label)
         return self.group.zeros(self.ops, (self.total,), dtype, label)
 
+    def piece(self, kind: str, number: int) -> Array:
+        """Return this rank's piece of a segment in a buffer."""
+        return self.buffer(kind)[(self.packed if self.shares(kind) else self.own)[number]]
+
     def pieces(self, kind: str) -> list[Array]:
         """Return this rank's piece of each segment in a buffer."""
-        places, buffer = self.packed if self.shares(kind) else self.own, self.buffer(kind)
-        return [buffer[place] for place in places]
+        return [self.piece(kind, number) for number in range(len(self.own))]
 
     def sums(self) -> list[Array]:
         """Return where sums of this rank's pieces arrive: at the beginning of each segment."""
