@@ -8,7 +8,7 @@ and docstrings, because a reader reads these too.
 
 The step is one call of `Worker.train_step`. What runs before it constructs the worker, its initial
 values and its rows, and has a row of its own, with what it opens and runs in addition to the step.
-docs/map.md shows the counts by stop.
+docs/one-step.md shows the counts by stop.
 """
 
 from __future__ import annotations

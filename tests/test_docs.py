@@ -11,7 +11,7 @@ from helpers import REPOSITORY
 from bench import reading_path, results
 from bench.kernels import floors
 from docs.build import __main__ as program
-from docs.build import commands, measured, pages, pictures, tables
+from docs.build import commands, measured, pages, pictures
 from docs.build.blocks import PageError, blocks_of, update
 from mpipar.errors import DataError
 from mpipar.study.explain.predict import predict
@@ -59,7 +59,7 @@ def test_the_path_of_a_step_is_as_long_as_the_pages_say():
     assert before["files"] > 0
     now = sum(map(reading_path.lines_of, result["files"]))
     assert abs(now - counted["lines to open"]) < 0.05 * now
-    for page in ("README.md", "docs/index.md", "docs/map.md"):
+    for page in ("docs/one-step.md",):
         assert all(f"{row['lines to open']:,} lines" in PAGES[page] for row in (counted, before))
 
 
@@ -83,10 +83,7 @@ def test_outputs_of_other_pages_are_up_to_date():
 
 
 def test_what_is_typed_into_a_generated_part_is_overwritten():
-    changed = {
-        name: page.replace("| tp 2 |", "| tp 3 |").replace("| `grid.py` |", "| `gird.py` |")
-        for name, page in PAGES.items()
-    }
+    changed = {name: page.replace("| tp 2 |", "| tp 3 |") for name, page in PAGES.items()}
     names = [name for name, page in PAGES.items() if changed[name] != page]
     assert len(names) >= 2
     for name in names:
@@ -101,28 +98,6 @@ def test_every_picture_belongs_to_a_page():
         for block in blocks_of(page, pages.read_page(page))
         if block.kind == "picture"
     }
-
-
-def test_the_map_has_a_line_for_every_file():
-    page = PAGES["docs/map.md"]
-    files = [
-        path
-        for folder in ("mpipar", "bench", "docs/build")
-        for path in tables.files_below(REPOSITORY / folder)
-    ]
-    folders = {path.parent for path in files if path.name == "__init__.py"}
-    listed = re.findall(r"^\| `([^`]+\.\w+)` \|", page, re.MULTILINE)
-    assert len(listed) >= len(files) - len(folders)
-    for path in files:
-        assert path.name == "__init__.py" or any(str(path).endswith(f"/{one}") for one in listed), (
-            f"{path}: run python -m bench.docs"
-        )
-
-
-def test_a_file_that_says_nothing_is_refused(tmp_path):
-    (tmp_path / "silent.py").write_text("x = 1\n")
-    with pytest.raises(LookupError, match=r"silent\.py: say in its first line"):
-        tables.first_sentence(tmp_path / "silent.py")
 
 
 # --- blocks
@@ -218,8 +193,8 @@ def test_what_a_step_moves_and_computes_follows_from_its_shapes():
         ("picture: one circle", "use a name and one of the kinds timeline"),
         ("picture: one timeline made-up", "made-up"),
         ("picture: one roofline bench/results/gone.json", "gone.json"),
-        ("table: gone", "use folders, files, exit codes"),
-        ("map: gone", "use folders"),
+        ("table: gone", "use exit codes"),
+        ("result: gone", "no file gone"),
         ("made-up: x", "PLAIN TEXT"),
         ("made: x", "unknown kind of block"),
     ],
@@ -255,13 +230,13 @@ def test_output_that_only_this_host_prints_is_refused(number, workplace):
 
 def test_a_block_without_an_end_is_refused():
     with pytest.raises(PageError, match="no <!-- end -->"):
-        update(PAGE, "<!-- map: folders -->\ntext\n", lambda block: block.body)
+        update(PAGE, "<!-- table: tour -->\ntext\n", lambda block: block.body)
     with pytest.raises(PageError, match="before line 2"):
-        update(PAGE, "<!-- map: folders -->\n<!-- map: files -->\n", lambda block: block.body)
+        update(PAGE, "<!-- table: tour -->\n<!-- table: path -->\n", lambda block: block.body)
 
 
 def test_a_block_in_a_listing_is_text():
-    page = "```text\n<!-- map: folders -->\n```\n"
+    page = "```text\n<!-- table: tour -->\n```\n"
     assert pages.write_page(PAGE, page, None) == {PAGE: page}
 
 

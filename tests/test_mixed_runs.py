@@ -52,7 +52,9 @@ def curve(tmp_path_factory):
     @functools.cache
     def made(dtype):
         folder = tmp_path_factory.mktemp("runs") / dtype
-        text = train(folder, *SMALL, "--steps", 80, *STABLE, "--layout", "tp=2", "--dtype", dtype)
+        text = train(
+            folder, *SMALL, "--steps", 80, *STABLE, "--tp", 2, "--trace", "none", "--dtype", dtype
+        )
         return np.array([line["loss"] for line in metrics(folder)]), text
 
     return made

@@ -66,7 +66,7 @@ def test_docstrings_are_read_as_they_stand():
 
 def test_links_out_of_the_pages_become_code():
     page = (
-        "[a](../map.md#files) [mpipar/cli.py](../../mpipar/cli.py) ![b](../report.png)\n"
+        "[a](../runs.md#formats) [mpipar/cli.py](../../mpipar/cli.py) ![b](../report.png)\n"
         "[README](../../README.md#run-it) [c](https://mpi-forum.org) `[d](../../setup.cfg)`\n"
         "```\n[e](../../setup.cfg)\n```\n"
     )

@@ -14,7 +14,6 @@ WRITERS = {
     "code": tables.listing,
     "result": tables.result,
     "table": tables.table,
-    "map": tables.table,
 }
 
 

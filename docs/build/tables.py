@@ -17,13 +17,6 @@ from bench.kernels.floors import floors
 from docs.build.blocks import Block
 from mpipar import errors
 
-# From the ground up: a folder imports only from itself and from the folders named before it.
-FLOORS = """errors files ops comm data job config layers models pipeline checkpoint
-    console study.schedules trace train study.explain plan inference run interconnect learn
-    commands cli __main__""".split()
-SOURCES = (".py", ".cu", ".cuh", ".js", ".css", ".html")
-COMMENT = re.compile(r"^((?://.*\n)+)|^/\*(.*?)\*/|<!--(.*?)-->", re.MULTILINE | re.DOTALL)
-
 
 def table(block: Block, root: Path) -> str:
     """Return the table that a block names, by TABLES. Raises PageError."""
@@ -77,34 +70,6 @@ def cell(value) -> str:
     return re.sub(r"(?<![`\w])<([^>]*)>", r"`<\1>`", text)
 
 
-# --- the map of the sources; bench.reading_path counts the lines that a default training step runs
-
-
-def first_sentence(path: Path) -> str:
-    """Return the first sentence of a file's docstring. Raises LookupError if there is none."""
-    source = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        text = ast.get_docstring(ast.parse(source)) or ""
-    else:
-        match = COMMENT.search(source)
-        text = next(filter(None, match.groups())) if match else ""
-        text = re.sub(r"^//", "", text, flags=re.MULTILINE)
-    words = " ".join(re.split(r"\n\s*\n", text.strip())[0].split())
-    if not words:
-        raise LookupError(f"{path}: say in its first line what is in it")
-    return re.match(r".*?[.!](?=\s|$)|.*", words)[0]
-
-
-def files_below(folder: Path) -> list[Path]:
-    """Return the sources in and below a folder, in alphabetical order, files before folders."""
-    found = [
-        path
-        for path in folder.rglob("*")
-        if path.suffix in SOURCES and "__pycache__" not in path.parts
-    ]
-    return sorted(found, key=lambda path: (path.parent, path.name))
-
-
 def reading_path(root: Path) -> dict:
     """Return the result of bench.reading_path."""
     return json.loads((root / "bench" / "results" / "reading_path.json").read_text())
@@ -120,48 +85,9 @@ def path_of_a_step(root: Path) -> str:
     )
 
 
-def map_rows(root: Path, base: Path, places: dict[Path, list[Path]]) -> Iterable[tuple]:
-    """Yield (name below `base`, first sentence, lines a step runs) of each {place: its files}."""
-    lines = reading_path(root)["files"]
-    for place, files in places.items():
-        count = sum(lines.get(str(path.relative_to(root)), 0) for path in files)
-        file = place / "__init__.py" if place.is_dir() else place
-        name = f"{place.relative_to(base)}{'/' * place.is_dir()}"
-        yield f"`{name}`", first_sentence(file), count or "-"
-
-
-def folders(root: Path) -> list[Path]:
-    """Return the folders of the package, from the ground up."""
-    below = (root / "mpipar" / floor.replace(".", "/") for floor in FLOORS)
-    return [path for path in below if path.is_dir()]
-
-
-def folder_table(root: Path) -> str:
-    """Return what a reader of one step opens, and a line per folder with how much of it runs."""
-    rows = map_rows(root, root / "mpipar", {one: files_below(one) for one in folders(root)})
-    return f"{path_of_a_step(root)}\n\n{rows_of('folder, what is in it, lines', rows)}"
-
-
-def file_tables(root: Path) -> str:
-    """Return a table for each folder of the package, one for its root, and one for the others."""
-    package, parts = root / "mpipar", []
-    for folder in [*folders(root), package, root / "bench", root / "docs" / "build"]:
-        files = sorted(package.glob("*.py")) if folder == package else files_below(folder)
-        rows = map_rows(
-            root, folder, {one: [one] for one in files if one != folder / "__init__.py"}
-        )
-        parts.append(
-            f"## {folder.relative_to(root)}/\n\n{first_sentence(folder / '__init__.py')}"
-            f"\n\n{rows_of('file, what is in it, lines', rows)}"
-        )
-    return "\n\n".join(parts)
-
-
 # Each: (words after its name, root of the repository) -> text. `lead FILE` is a sentence about a
 # result of bench.step; `floors MACHINE [flags of explain]` is the least time of a step.
 TABLES = {
-    "folders": lambda words, root: folder_table(root),
-    "files": lambda words, root: file_tables(root),
     "exit codes": lambda words, root: rows_of("exit code, meaning", errors.EXIT_CODES.items()),
     "tour": lambda words, root: chapters(root),
     "path": lambda words, root: path_of_a_step(root),

@@ -73,7 +73,7 @@ def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) 
             title = "barriers of a step, by name (calls and bytes summed over ranks):"
             barriers = told["barriers"]
         if barriers:
-            log(f"\n{title}\n{barriers}\n")
+            log(f"{title}\n{barriers}\n")
         replace_file(REPORT, [html.build(page).encode()], root=folder)
         log(f"{REPORT} shows the run{trace_words}; open it in a browser")
     except Exception as error:  # noqa: BLE001 - the run is worth more than its report

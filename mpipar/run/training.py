@@ -463,6 +463,7 @@ class Run:
         steps = self.config.train.steps
         if self.stopped:
             code = self.session.leave_mpi(EXIT_STOPPED)
+            self.log()
             self.report(f"stopped on request after step {self.last} of {steps}")
             self.log(
                 f"stopped on request after step {self.last}; checkpoint and weights are in"
