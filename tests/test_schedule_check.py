@@ -24,10 +24,10 @@ from mpipar.pipeline.instructions import (
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule
 
 
-def wired(schedule):
+def with_comm(schedule):
     """The same schedule with its sends and receives stated."""
     programs = tuple(tuple(lower(schedule, pp_rank)) for pp_rank in range(schedule.pp_size))
-    return replace(schedule, programs=programs, wired=True)
+    return replace(schedule, programs=programs, explicit_comm=True)
 
 
 def edited(schedule, pp_rank, change):
@@ -72,7 +72,7 @@ def refusal(schedule):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_full_lists_are_accepted_with_the_same_report(name):
     schedule = make_schedule(name, 4, 8)
-    assert check(wired(schedule)) == check(schedule)
+    assert check(with_comm(schedule)) == check(schedule)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_rank_that_hands_data_to_itself_keeps_the_order():
     ],
 )
 def test_broken_messages_are_refused_by_name(pp_rank, change, expected):
-    message = refusal(edited(wired(make_schedule("1f1b", 4, 8)), pp_rank, change))
+    message = refusal(edited(with_comm(make_schedule("1f1b", 4, 8)), pp_rank, change))
     assert f"rank {pp_rank} position " in message
     assert expected in message
 
@@ -270,7 +270,7 @@ def test_the_verdict_is_that_of_acting_it_out(case, stated, data):
     name, p, m, chunks = case
     schedule = make_schedule(name, p, m, chunks)
     if stated:
-        schedule = wired(schedule)
+        schedule = with_comm(schedule)
     for _ in range(data.draw(st.integers(1, 2))):
         pp_rank = data.draw(st.integers(0, p - 1))
         size = len(schedule.programs[pp_rank])
@@ -332,7 +332,7 @@ def test_messages_of_one_direction_have_one_order(case):
 
 @pytest.mark.parametrize("kind", ["SEND_F", "RECV_F"])
 def test_another_order_is_refused_where_nccl_carries_messages(kind):
-    schedule = wired(make_schedule("gpipe", 2, 3))
+    schedule = with_comm(make_schedule("gpipe", 2, 3))
     pp_rank, stage = (0, 0) if kind == "SEND_F" else (1, 1)
     program = [str(instr) for instr in schedule.programs[pp_rank]]
     two = [program.index(f"{stage}{kind}{mb}") for mb in (0, 2)]

@@ -36,7 +36,7 @@ def test_round_trip(name, form, tmp_path):
     if form == "compute_only":
         assert replace(found, name=name) == schedule
     else:
-        assert found.wired
+        assert found.explicit_comm
         assert found.programs == tuple(tuple(lower(schedule, r)) for r in range(4))
         assert lower(found, 2) == lower(schedule, 2)
         assert check(found) == check(schedule)

@@ -78,7 +78,7 @@ def test_every_span_is_a_longest_path(case, data):
     assert timeline.makespan == max(ends.values())
     stated = replace(
         schedule,
-        wired=True,
+        explicit_comm=True,
         programs=tuple(tuple(lower(schedule, pp_rank)) for pp_rank in range(p)),
     )
     assert simulate(stated, costs).makespan == timeline.makespan

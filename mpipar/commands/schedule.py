@@ -371,7 +371,7 @@ def write_explorer(args: Arguments, costs: Costs) -> None:
     else:
         schedule = schedule_of(args)
         own = f"{harmless(schedule.name)}, {schedule.pp_size} workers"
-    if args.from_csv is not None and schedule.wired:
+    if args.from_csv is not None and schedule.explicit_comm:
         raise UsageError(
             f"{args.from_csv} has sends and receives, but the page shows passes:"
             " write the file with --csv-format compute_only"

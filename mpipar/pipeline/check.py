@@ -139,14 +139,14 @@ def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
     for reason in missing_parts(schedule, pp_rank, at):
         yield len(program), f"{reason} is missing"
     yield from reduce_problems(at)
-    if schedule.wired:
+    if schedule.explicit_comm:
         yield from wire_problems(schedule, at)
 
 
 def misfit(schedule: Schedule, held: tuple[int, ...], part: Part) -> str | None:
     """Return why a part does not belong on this rank; None if it does."""
     kind, stage, mb = part
-    wire_kinds = WIRE_KINDS if schedule.wired else ()
+    wire_kinds = WIRE_KINDS if schedule.explicit_comm else ()
     if kind not in COMPUTE_KINDS and kind != "REDUCE_GRAD" and kind not in wire_kinds:
         known = " ".join(["F B I W OVERLAP_F_B REDUCE_GRAD", *sorted(wire_kinds)])
         return f"only {known} may appear in this program"

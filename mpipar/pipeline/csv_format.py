@@ -113,12 +113,12 @@ def assemble_schedule(path: Path, programs: list[list[Instr]]) -> Schedule:
             f"but only {len(passes)} passes"
         )
     p = len(programs)
-    wired = any(instr.kind in WIRE_KINDS for program in programs for instr in program)
+    explicit = any(instr.kind in WIRE_KINDS for program in programs for instr in program)
     if not any(instr.kind == "REDUCE_GRAD" for program in programs for instr in program):
         programs = [list(with_reduce_grad(program)) for program in programs]
     order = tuple(map(tuple, programs))
     candidates = [
-        Schedule(path.name, p, num_stages, num_microbatches, name, order, wired)
+        Schedule(path.name, p, num_stages, num_microbatches, name, order, explicit)
         for name, placement in PLACEMENTS.items()
         if placement.fits(p, num_stages)
     ]

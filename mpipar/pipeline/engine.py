@@ -24,6 +24,9 @@ from mpipar.pipeline.instructions import Instr, Message, Schedule, neighbours, p
 if TYPE_CHECKING:
     from mpipar.comm.group import Comm, Pending
     from mpipar.comm.record import Recorder
+    from mpipar.layers.parallel.kv_cache import KVCache
+    from mpipar.layers.stash import Batch
+    from mpipar.ops.functions import Ops
     from mpipar.ops.signature import Array
 
 Key = tuple[int, int]  # stage, microbatch
@@ -45,7 +48,7 @@ def forward_only(schedule: Schedule, mbs: Collection[int]) -> Schedule:
         )
         for program in schedule.programs
     )
-    return replace(schedule, programs=programs, wired=False)
+    return replace(schedule, programs=programs, explicit_comm=False)
 
 
 def last_backwards(program: Sequence[Instr]) -> set[Instr]:
@@ -64,7 +67,7 @@ class Stage(Protocol):
     Each pass takes the engine, and calls its `enter` and `leave` around each of the stage's units.
     """
 
-    def in_shape(self, batch: Any) -> tuple[int, ...]: ...
+    def in_shape(self, batch: Batch) -> tuple[int, ...]: ...
     def forward(self, x: Array, stash: Stash, engine: Engine, /) -> Array: ...
     def backward(self, dy: Array, stash: Stash, engine: Engine, /) -> Array: ...
     def backward_input(self, dy: Array, stash: Stash, engine: Engine, /) -> Array: ...
@@ -108,7 +111,7 @@ class Engine:
 
     def __init__(
         self,
-        ops: Any,
+        ops: Ops,
         stages: dict[int, Stage],
         schedule: Schedule,
         comm: Comm,
@@ -130,9 +133,9 @@ class Engine:
     def run(
         self,
         program: Sequence[Instr],
-        get_batch: Callable[[int], Any],
+        get_batch: Callable[[int], Batch],
         training: bool = True,
-        caches: dict[Key, Any] | None = None,
+        caches: dict[Key, KVCache] | None = None,
     ) -> dict[int, Array]:
         """Run one program; return the last stage's outputs by microbatch, {} on other ranks.
 
@@ -148,7 +151,7 @@ class Engine:
         self.outbox: dict[Message, Array] = {}  # produced here, and not yet taken or sent
         self.sending: list[Pending] = []
         self.outputs: dict[int, Array] = {}
-        self.batches: dict[int, Any] = {}
+        self.batches: dict[int, Batch] = {}
         self.last_passes = last_backwards(program)
         # What runs an instruction, by kind, and in which phase. Messages to the next stage belong
         # to forward, those to the previous stage to input gradients. A whole backward begins with
@@ -205,7 +208,7 @@ class Engine:
             receive.test()
         self.gradsync.test()
 
-    def _batch(self, mb: int) -> Any:
+    def _batch(self, mb: int) -> Batch:
         """Return the rows of a microbatch; reading them is recorded as a span of its own."""
         if mb not in self.batches:
             start = perf_counter_ns()

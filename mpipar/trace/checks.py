@@ -127,7 +127,7 @@ class ScheduleFacts:
     num_stages: int
     num_microbatches: int
     placement: str
-    wired: bool
+    explicit_comm: bool
     programs: tuple[tuple[str, ...], ...]
 
     def schedule(self) -> Schedule:

@@ -38,7 +38,8 @@ class Events:
     """One run of a schedule's programs.
 
     duration: the time of a pass on a core of its own. spans, messages: by pipeline rank, what ran
-    when, and the number of messages sent. Where messages are a rendezvous, programs must be wired.
+    when, and the number of messages sent. Where messages are a rendezvous, programs state their
+    communication.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, duration: Callable[[Instr], Number]):

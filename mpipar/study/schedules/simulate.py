@@ -66,17 +66,19 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Return a schedule's timeline; ScheduleError if it can't run, UsageError on bad costs."""
     check_programs(schedule)
-    wired = schedule
-    if costs.is_rendezvous() and not schedule.wired:  # it then matters when receives are posted
-        wired = replace(
+    explicit = schedule
+    if (
+        costs.is_rendezvous() and not schedule.explicit_comm
+    ):  # it then matters when receives are posted
+        explicit = replace(
             schedule,
-            wired=True,
+            explicit_comm=True,
             programs=tuple(tuple(lower(schedule, pp_rank)) for pp_rank in range(schedule.pp_size)),
         )
-    events = Events(wired, costs, durations(schedule, costs))
+    events = Events(explicit, costs, durations(schedule, costs))
     events.run()
     spans = tuple(
-        tuple(span for span in spans if schedule.wired or span.instr.kind not in WIRE_KINDS)
+        tuple(span for span in spans if schedule.explicit_comm or span.instr.kind not in WIRE_KINDS)
         for spans in events.spans
     )
     return Timeline(
