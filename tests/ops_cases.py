@@ -107,15 +107,15 @@ def _products(ops, make, sizes):
         "gelu_backward_input": ops.gelu_backward_input(make.real(*x.shape), x),
         "bias_gelu_forward": ops.bias_gelu_forward(make.real(*dy.shape), b),
         "matmul_bias": ops.matmul_bias(x, w, b),
-        "matmul_bias residual": ops.matmul_bias(x, w, b, make.real(*dy.shape)),
+        "matmul_bias none": ops.matmul_bias(x, w, None),
         "matmul_nt_gelu_backward": ops.matmul_nt_gelu_backward(dy, w, x),
     }
-    for fresh in (True, False):
-        weights, sums = make.sums(sizes.width, sizes.inner), make.sums(sizes.inner)
-        if fresh:
-            ops.fill(sums, 0)
-        ops.matmul_tn_add_sums(x, dy, weights, sums, fresh)
-        out |= {f"matmul_tn_add_sums {fresh} out": weights, f"matmul_tn_add_sums {fresh}": sums}
+    weights, sums = make.sums(sizes.width, sizes.inner), make.sums(sizes.inner)
+    ops.matmul_tn_add_sums(x, dy, weights, sums)
+    out |= {"matmul_tn_add_sums out": weights, "matmul_tn_add_sums": sums}
+    weights = make.sums(sizes.width, sizes.inner)
+    ops.matmul_tn_add_sums(x, dy, weights, None)
+    out["matmul_tn_add_sums none"] = weights
     out["matmul_bias_gelu"], out["matmul_bias_gelu h"] = ops.matmul_bias_gelu(x, w, b)
     ops.matmul_tn_add(x, dy, dw)
     ops.matmul_tn_add(x, dy, dtable.T)

@@ -139,7 +139,7 @@ def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
     "change",
     [
         ("bias_gelu_forward", lambda ops, x, b: ops.gelu_forward(x)),
-        ("matmul_tn_add_sums", lambda ops, x, y, out, sums, fresh: ops.matmul_tn_add(x, y, out)),
+        ("matmul_tn_add_sums", lambda ops, x, y, out, sums: ops.matmul_tn_add(x, y, out)),
         ("rmsnorm_backward_weight", lambda ops, dy, x, rstd, dw: None),
         ("attention_backward_input", lambda ops, *rest, out: [ops.fill(x, 0) for x in out]),
         ("cross_entropy_backward_input", lambda ops, logits, *rest: logits),

@@ -22,7 +22,6 @@ FURTHER = {
     "bias_forward residual": 2,
     # A product rounds, and so does each function behind it where no epilogue makes all of them.
     "matmul_bias": 2,
-    "matmul_bias residual": 3,
     "matmul_bias_gelu h": 2,
     "matmul_bias_gelu": 3,
     "matmul_nt_gelu_backward": 2,

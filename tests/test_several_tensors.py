@@ -47,7 +47,7 @@ def test_gate_and_up_multiply_their_own_columns(rows):
 
 def test_a_tensor_lies_behind_the_one_before_it():
     layer, params, *_ = gated("out")
-    whole = layer.up.matrix("grad")
+    whole = layer.up.dw
     whole[...] = np.arange(whole.size).reshape(whole.shape)
     assert_close(params["ffn.gate.w"].grad, whole[:, :3].T, 0, "gate")
     assert_close(params["ffn.up.w"].grad, whole[:, 3:].T, 0, "up")

@@ -133,7 +133,7 @@ def test_a_gradient_that_does_not_flow_around_a_branch_is_caught(monkeypatch):
         Residual,
         "backward_input",
         lambda _, self, dy, stash: self.norm.backward_input(
-            self.branch.backward_input(dy, stash), stash
+            self.branches[0].backward_input(dy, stash), stash
         ),
     )
     assert_caught(config, computed_once)
