@@ -1,10 +1,6 @@
-"""Groups of ranks for a benchmark: their communicators, who runs together, who waits.
-
-A group that is measured alone must not be disturbed, so the others wait with long sleeps.
-"""
+"""Groups of ranks for a benchmark: their communicators, and who runs together."""
 
 import math
-import time
 from typing import Any, NamedTuple
 
 from mpipar.comm.algorithms import ALGORITHMS
@@ -22,7 +18,6 @@ from mpipar.errors import EnvironmentProblem, UsageError
 from mpipar.files.text import counted
 from mpipar.interconnect.cases import CASES, Case
 
-POLL_SECONDS = 0.5e-3
 Ranks = tuple[int, ...]
 
 
@@ -159,11 +154,3 @@ def read_layout(text: str, ranks: int) -> dict[str, int]:
     if found:
         raise UsageError(found)
     return sizes
-
-
-def wait_politely(world: Any, advance: Any) -> None:
-    """Wait at a barrier whose waiting ranks leave the cores and the memory alone."""
-    request = world.Ibarrier()
-    while not request.Test():
-        advance()
-        time.sleep(POLL_SECONDS)

@@ -10,7 +10,7 @@ import numpy as np
 from mpipar import __version__
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts, gather_numbers
-from mpipar.comm.hosts import cores_of
+from mpipar.comm.hosts import cores_of, quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.errors import UsageError
 from mpipar.files.text import counted
@@ -30,7 +30,6 @@ from mpipar.interconnect.groups import (
     layout_sections,
     make_team,
     read_layout,
-    wait_politely,
     world_sections,
 )
 from mpipar.interconnect.measure import (
@@ -213,7 +212,7 @@ class Bench:
                     more = overlap(team.team, operation, self.args.overlap, self.progress)
                 rows += [row | more for row in self.rows(section, team, operation, samples[via])]
         self.progress.doing = "waiting for the other groups"
-        wait_politely(self.world, self.progress.advance)
+        quiet_barrier(self.world)  # a group that is measured alone must not be disturbed
         return rows
 
     def must_end(self) -> bool:
