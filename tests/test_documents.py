@@ -176,7 +176,7 @@ def test_documents_of_json_lines(name, content, tmp_path):
 @pytest.mark.parametrize(("line", "part"), [
     (b'{"txt": "a"}', "must be an object with a text named"), (b'{"text": 3}', "must be an object"),
     (b'["text"]', "must be an object"), (b"text", "is not JSON"), (b'{"text": "a', "is not JSON"),
-    (b'{"text": "\\ud800"}', "half a character"), (b'{"text": "a", "text": "b"}', "2 times"),
+    (b'{"text": "\\ud800"}', "half a character"), (b'{"text": "a", "text": "b"}', "twice"),
     (b"\xff", "is not UTF-8"), (b"\0" * 99, "is zero"), (b"[" * 100_000, "nested"),
 ])  # fmt: skip
 def test_a_line_of_json_that_is_no_document(line, part, tmp_path):

@@ -171,7 +171,7 @@ class Stage:  # mpipar/models/stage.py
 
         return x @ w, backward
 
-    def branch(self, x, name, norm, first, inside, second):  # layers/parallel/column.py, row.py
+    def branch(self, x, name, norm, first, inside, second):  # mpipar/layers/parallel/row.py
         """x + second(inside(first(norm(x)))): one half of a block, cut over tp.
 
         The first product is cut by columns and the second by rows, so there is one sum after them
