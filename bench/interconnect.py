@@ -3,6 +3,7 @@
 import sys
 
 from mpipar import cli
+from mpipar.errors import UsageError
 from mpipar.job.session import guard
 
 OLD = {
@@ -11,11 +12,23 @@ OLD = {
     "--end": "--end-bytes",
     "--stall-seconds": "--hang-stop",
 }
+GONE = {
+    "--seconds": "give -n, the samples of each size",
+    "--target": "give -n, the samples of each size",
+    "--footprint": "leave it out: buffers rotate through the last-level cache",
+    "--sync": "leave it out: a barrier precedes each sample",
+    "--bound-GBps": "give --machine SHEET, whose links say what is normal",
+    "--no-check": "leave it out: every payload is checked before it is timed",
+    "--rounds": "leave it out: vet makes three rounds",
+}
 WAYS = {"mpipar.comm": "comm", "C": "c", "all": "comm,mpi4py,c,algorithms"}
 
 
 def new_words(words: list[str]) -> list[str]:
-    """Return the words of a command line with today's names of flags and ways."""
+    """Return the words of a command line with today's names. Raises UsageError for GONE ones."""
+    names = [word.partition("=")[0] for word in words]
+    if gone := [f"{name} is gone; {GONE[name]}" for name in names if name in GONE]:
+        raise UsageError(gone)
     found = []
     for word in words:
         name, equals, value = word.partition("=")
@@ -33,9 +46,9 @@ def main(argv: list[str], session) -> int:
     """Say the new name, and do what it does."""
     if session.launcher.rank == 0:
         print("bench.interconnect is now: mpipar net", file=sys.stderr)
-    return cli.main(argv, session)
+    sys.argv[1:] = ["net", *new_words(argv)]  # several launches start it again by the new name
+    return cli.main(sys.argv[1:], session)
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = ["net", *new_words(sys.argv[1:])]
     guard(main)

@@ -9,6 +9,7 @@ MPI does not know bfloat16 and cannot add float16, so 16-bit numbers exist only 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,8 +17,6 @@ import numpy as np
 from ml_dtypes import finfo
 
 from mpipar.comm.grid import consecutive_slices
-from mpipar.comm.group import Comm
-from mpipar.interconnect.routing import shares
 
 COMM, BARE, IN_C = "mpipar.comm", "mpi4py", "C"
 NAME, TAG, ACK_TAG, ACK_BYTES = "net", 5, 6, 4
@@ -27,15 +26,25 @@ APART = 1_000_003  # distance of neighbours' patterns; a prime, so that few patt
 AT_ONCE = 1 << 22  # elements that are written or compared between two signs of progress
 Shape = tuple[int, ...]
 Route = tuple[list[tuple[int, int]], list[tuple[int, int]]]  # (peer, tag) of sends, of receives
+# What share of a rank's tokens each expert gets, from which all-to-all-v makes its parts.
+# Name: (numbers of the experts from 0, which of them the next rank holds) -> their weights
+ROUTINGS: dict[str, Callable[[Any, Any], Any]] = {
+    "uniform": lambda number, on_next: np.ones_like(number),
+    "hot": lambda number, on_next: 1 + (number == 0),  # the first one is twice as popular
+    "one-hot": lambda number, on_next: number == 0,
+    "zipf": lambda number, on_next: 1 / (number + 1),
+    "adversarial": lambda number, on_next: on_next,
+}
 
 
-class At(NamedTuple):
+@dataclass(frozen=True)
+class At:
     """What a case runs on: the group as a Comm and as a bare communicator, and the size.
 
     size: bytes asked for. window: messages in flight. room: bytes of buffers to cycle through.
     """
 
-    comm: Comm
+    comm: Any
     mpi: Any
     ops: Any
     size: int
@@ -51,19 +60,20 @@ class At(NamedTuple):
     @property
     def ranks(self) -> int:
         """The size of the group."""
-        return self.comm.size
+        return int(self.comm.size)
 
     @property
     def index(self) -> int:
         """This rank's place in the group."""
-        return self.comm.index
+        return int(self.comm.index)
 
     def elements(self, parts: int = 1) -> int:
         """Return the number of elements for the size, a multiple of `parts`; 0 for 0 bytes."""
         return max(self.size > 0, round(self.size / self.item / parts)) * parts
 
 
-class Piece(NamedTuple):
+@dataclass(frozen=True)
+class Piece:
     """Elements [start, start + count) of a result: the sum over `senders` of what each gave.
 
     offset: of these elements in what a sender gave.
@@ -135,23 +145,22 @@ def part(at: At) -> Shape:
     return parts(at)[1:]
 
 
-def everyone(at: At) -> tuple[int, ...]:
-    """Return all places of the group."""
-    return tuple(range(at.ranks))
-
-
 def summed(at: At, count: int, offset: int = 0) -> list[Piece]:
     """Return what arrives where all are added up."""
-    return [Piece(0, count, everyone(at), offset)]
+    return [Piece(0, count, tuple(range(at.ranks)), offset)]
 
 
 def from_each(at: At, counts: list[int], offsets: list[int]) -> list[Piece]:
     """Return what arrives where each rank's part stands behind the other."""
     starts = consecutive_slices(counts)
-    return [
-        Piece(run.start, counts[one], (one,), offsets[one])
-        for one, run in zip(everyone(at), starts, strict=True)
-    ]
+    return [Piece(run.start, counts[one], (one,), offsets[one]) for one, run in enumerate(starts)]
+
+
+def shares(routing: str, experts: int, index: int, ranks: int) -> Any:
+    """Return what fraction of a rank's selections goes to each expert: (experts,)."""
+    number = np.arange(experts)
+    weights = ROUTINGS[routing](number, number * ranks // experts == (index + 1) % ranks)
+    return weights / weights.sum()
 
 
 def parts_of(at: At) -> Any:
@@ -160,7 +169,7 @@ def parts_of(at: At) -> Any:
     The size is about what the rank that receives most receives; parts are whole elements.
     """
     ranks = at.ranks
-    found = np.array([shares(at.routing, ranks, 1, one, ranks) for one in range(ranks)])
+    found = np.array([shares(at.routing, ranks, one, ranks) for one in range(ranks)])
     each = at.size / at.item / found.sum(axis=0).max()
     return np.ceil(np.round(found * each, 6)).astype(int)
 
@@ -223,7 +232,7 @@ def rounds(at: At) -> int:
     return min(most, max(1, at.room // max(1, at.size))) if at.room else most
 
 
-def window(at: At) -> int:
+def in_flight(at: At) -> int:
     """Return the messages of a sample of bandwidth, as many as fit into the room of buffers."""
     return min(at.window, max(2, at.room // max(1, at.size))) if at.room else at.window
 
@@ -354,8 +363,9 @@ CASES = {
     for case in (
         paired("latency", ping_pong, lambda at: rounds(at) if at.room else 1,
                operations=lambda at: 2 * rounds(at), function="latency"),
-        paired("bandwidth", windowed, window, operations=window, function="window"),
-        paired("bidirectional", windowed, window, operations=window, function="window", both=True),
+        paired("bandwidth", windowed, in_flight, operations=in_flight, function="window"),
+        paired("bidirectional", windowed, in_flight, operations=in_flight, function="window",
+               both=True),
         Case(
             "all-reduce", whole, None,
             lambda at, x, y: partial(at.comm.all_reduce, x, NAME),

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.console.tables import table
 from mpipar.interconnect.files import Row
 from mpipar.interconnect.screen import digits, short
 from mpipar.interconnect.statistics import KEY, by_operation, median_interval, next_launch
@@ -55,16 +56,13 @@ def compared(before: list[Row], after: list[Row]) -> tuple[list[Row], list[str]]
 
 def text(lines: list[Row]) -> str:
     """Return the comparison as a table of at most 100 columns."""
-    widths = (15, 11, 8, 5, 9, 19, 9, 7, 8)
-    names = ("case", "size", "via", "runs", "before", "interval", "after", "ratio", "is")
-    rows: list[Any] = [names]
+    rows: list[tuple[Any, ...]] = [
+        ("case", "size", "via", "runs", "before", "interval", "after", "ratio", "is")
+    ]
     for line in lines:
         a, b = line["a"], line["b"]
-        cells = line["case"], line["size_bytes"], short(line["via"])
         runs, interval = f"{len(a.medians)}+{len(b.medians)}", f"{digits(a.low)}..{digits(a.high)}"
         times = digits(a.us), interval, digits(b.us), f"{b.us / a.us:.3f}" if a.us else "-"
-        rows.append((*cells, runs, *times, line["verdict"] or "-"))
-    return "\n".join(
-        "".join(f" {cell}".rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
+        what = line["case"], line["size_bytes"], short(line["via"])
+        rows.append((*what, runs, *times, line["verdict"] or "-"))
+    return table(rows)

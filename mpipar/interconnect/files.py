@@ -7,7 +7,6 @@ that says how it ended. A line is written whole, so the file of a killed run is 
 import csv
 import io
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,6 @@ from mpipar.files.bounded import open_regular, parse_json
 from mpipar.files.text import shown
 
 SCHEMA = 3
-TEXTS = ("case", "via", "transport", "axis", "mode", "link", "dtype", "buffers")
-NUMBERS = (
-    "size_bytes", "count", "iterations", "median_us", "low_us", "high_us", "min_us", "max_us",
-    "cv_percent", "algbw_GBps", "busbw_GBps",
-)  # fmt: skip
 NOT_ONE = "is this a file of mpipar net --json?"
 LINKS = "\n[[links]]\njoins = {}\ngbytes_s = {:.4g}\nlatency_us = {:.4g}\n"
 Row = dict[str, Any]
@@ -62,44 +56,24 @@ def parse(lines: list[str], name: str) -> list[Run]:
     """Return the launches in the lines of a file. Raises DataError if it is not such a file."""
     runs: list[Run] = []
     for number, text in enumerate(lines, 1):
+        if not text.endswith("\n"):
+            break  # killed while writing: what came before is valid
         try:
             value = parse_json(text)
-        except ValueError as error:
-            if number == len(lines) and not text.endswith("\n"):
-                break  # killed while writing: what came before is valid
-            raise DataError(f"{name}:{number}: {error}; {NOT_ONE}") from error
-        kind = value.pop("kind", None) if isinstance(value, dict) else None
-        if kind == "head":
-            if (found := value.get("schema")) != SCHEMA:
-                raise DataError(f"{name}:{number}: schema {shown(found)}, this reads {SCHEMA}")
-            runs.append(Run(value))
-        elif kind == "row" and runs:
-            if wrong := wrong_cells(value):
-                raise DataError(f"{name}:{number}: {', '.join(wrong)}: missing, or no such value")
-            runs[-1].rows.append(value)
-        elif kind == "end" and runs:
-            runs[-1].refused = list(map(str, value.get("refused", [])))
-        else:
-            raise DataError(f"{name}:{number}: {NOT_ONE}")
+            kind = value.pop("kind")
+            if kind == "head":
+                if (found := value["schema"]) != SCHEMA:
+                    raise DataError(f"{name}:{number}: schema {shown(found)}, this reads {SCHEMA}")
+                runs.append(Run(value))
+            elif kind == "row":
+                runs[-1].rows.append(value)
+            else:
+                runs[-1].refused = value["refused"]
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise DataError(f"{name}:{number}: {NOT_ONE}") from error
     if not runs:
         raise DataError(f"{name}: empty; {NOT_ONE}")
     return runs
-
-
-def wrong_cells(row: Row) -> list[str]:
-    """Return the columns of a row that are missing or not of their type."""
-    found = [one for one in TEXTS if not (isinstance(row.get(one), str) and row[one].isprintable())]
-    found += [one for one in NUMBERS if not is_number(row.get(one))]
-    for name, least in (("times_us", 1), ("ranks", 1)):
-        cells = row.get(name)
-        if not (isinstance(cells, list) and len(cells) >= least and all(map(is_number, cells))):
-            found.append(name)
-    return found
-
-
-def is_number(value: Any) -> bool:
-    """Return whether this is a finite number."""
-    return type(value) in (int, float) and math.isfinite(value)
 
 
 def read(path: str) -> list[Run]:
@@ -144,13 +118,12 @@ def sheet(base: str, rows: list[Row]) -> str:
             (row for row in rows if row["axis"] == axis), key=lambda row: row["size_bytes"]
         )
         if own:
-            largest = [row for row in own if row["size_bytes"] == own[-1]["size_bytes"]]
-            smallest = [row for row in own if row["size_bytes"] == own[0]["size_bytes"]]
+            least, most = own[0]["size_bytes"], own[-1]["size_bytes"]
             levels.append(
                 (
                     max(len(row["ranks"]) for row in own) if axis == "host" else 1,
-                    min(row["busbw_GBps"] for row in largest),
-                    max(row["median_us"] for row in smallest),
+                    min(row["busbw_GBps"] for row in own if row["size_bytes"] == most),
+                    max(row["median_us"] for row in own if row["size_bytes"] == least),
                 )
             )
     if len(levels) == 1:  # the other level is unknown: as this one

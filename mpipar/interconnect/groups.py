@@ -85,11 +85,11 @@ class Team(NamedTuple):
         self.team.Free()
 
 
-def carrier(transport: str, ops: Any, mpi: Any, algorithm: str) -> Transport:
+def carrier(transport: str, ops: Any, mpi: Any, algorithm: str, crowded: bool) -> Transport:
     """Return what carries a group's arrays. Comm: that of NCCL and of the algorithm."""
-    options = Options(reach=mpi.size, all_reduce=algorithm)
+    options = Options(reach=mpi.size, all_reduce=algorithm, patient=crowded)
     if transport == "mpi-host":
-        found = ALGORITHMS[algorithm](ops, mpi, options)
+        found: Transport = ALGORITHMS[algorithm](ops, mpi, options)
     elif transport == "mpi-cuda":
         found = DeviceTransport(ops, mpi, options)
     else:
@@ -105,8 +105,11 @@ def make_team(
     world: Any,
     recorder: Recorder,
     algorithms: list[str],
+    crowded: bool = False,
 ) -> Team | None:
     """Return this rank's communicators, or None if it is in no group.
+
+    crowded: whether ranks share cores; then they wait as they do in training.
 
     Comm: two splits over the world, that of `carrier`, and a copy for each further algorithm.
     """
@@ -123,7 +126,7 @@ def make_team(
             section.axis,
             mine,
             mpi.rank,
-            carrier(transport, ops, mpi.Dup() if name != "mpi" else mpi, name),
+            carrier(transport, ops, mpi.Dup() if name != "mpi" else mpi, name, crowded),
             recorder,
         )
         for name in ("mpi", *algorithms)

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.console.tables import nbytes
+from mpipar.errors import UsageError
 from mpipar.files.text import counted
 from mpipar.job import gpus
 from mpipar.job.blas import processor
 from mpipar.job.environment import host_name
 
-COPY_BYTES = 64 << 20
+COPY_BYTES, UNKNOWN_CACHE = 64 << 20, 32 << 20
 LINKS = ("same node", "between nodes")
 VARIABLES = re.compile(r"(MPI|UCX|FI_|OMPI|PRTE|HYDRA|I_MPI|NCCL|SLURM_|CUDA_VIS|.*_NUM_THREADS)")
 
@@ -44,6 +46,34 @@ def read(path: Path) -> str:
         return ""
 
 
+def cache_bytes(folder: str = "/sys/devices/system/cpu/cpu0/cache") -> int:
+    """Return the size of the last-level cache; 32 MiB if the system does not report it."""
+    sizes = [0]
+    for path in Path(folder).glob("index*/size"):
+        found = re.fullmatch(r"(\d+)([KM]?)", path.read_text().strip())
+        if found:
+            sizes.append(int(found[1]) << {"": 0, "K": 10, "M": 20}[found[2]])
+    return max(sizes) or UNKNOWN_CACHE
+
+
+def free_bytes(meminfo: str = "/proc/meminfo") -> int:
+    """Return the memory that this host has available; very much if it does not report it."""
+    found = re.search(r"^MemAvailable: +(\d+) kB$", read(Path(meminfo)), re.MULTILINE)
+    return int(found[1]) << 10 if found else 1 << 62
+
+
+def check_room(needed: int, ranks: int, free: int) -> None:
+    """Raise UsageError if the buffers of all ranks of a host do not fit into its free memory.
+
+    needed: bytes of a rank.
+    """
+    if needed * ranks > free:
+        raise UsageError(
+            f"buffers of {nbytes(needed)} on each of {ranks} ranks of a host, which has"
+            f" {nbytes(free)} free: give a smaller -e (--end-bytes) or --window"
+        )
+
+
 def cards(system: Path = Path("/sys")) -> list[str]:
     """Return this host's real network cards that are up, with their rates where known."""
     found = [
@@ -62,8 +92,7 @@ def cards(system: Path = Path("/sys")) -> list[str]:
 
 def huge_pages(system: Path = Path("/sys")) -> str:
     """Return always, madvise or never: it alone can explain different times at 2 MiB."""
-    text = read(system / "kernel/mm/transparent_hugepage/enabled")
-    chosen = re.search(r"\[(\w+)\]", text)
+    chosen = re.search(r"\[(\w+)\]", read(system / "kernel/mm/transparent_hugepage/enabled"))
     return chosen[1] if chosen else "unknown"
 
 

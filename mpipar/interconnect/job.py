@@ -16,10 +16,7 @@ from mpipar.errors import UsageError
 from mpipar.files.text import counted
 from mpipar.interconnect import hosts
 from mpipar.interconnect.arguments import BY, Arguments
-from mpipar.interconnect.arguments import CASES as NAMES
-from mpipar.interconnect.buffers import Arena, cache_bytes, check_room, free_bytes
-from mpipar.interconnect.cases import BARE, CASES, COMM, IN_C, At, rounds
-from mpipar.interconnect.cases import window as in_flight
+from mpipar.interconnect.cases import BARE, CASES, COMM, IN_C, At, in_flight, rounds
 from mpipar.interconnect.compiled import MOST_BYTES, Loops, loops_of
 from mpipar.interconnect.files import SCHEMA, Row
 from mpipar.interconnect.groups import (
@@ -33,6 +30,7 @@ from mpipar.interconnect.groups import (
     world_sections,
 )
 from mpipar.interconnect.measure import (
+    Arena,
     Operation,
     Plan,
     Progress,
@@ -88,7 +86,7 @@ class Bench:
     def __init__(self, session: Any, args: Arguments):
         self.session, self.args, self.world = session, args, session.world
         self.ops = session.agree(lambda: make_ops(args, session.host_rank))
-        (room,) = largest(self.world, [cache_bytes()])
+        (room,) = largest(self.world, [hosts.cache_bytes()])
         room = 0 if args.buffers == "reused" else min(room, QUICK_ROOM) if args.quick else room
         self.progress, self.recorder = Progress(), Recorder(phase="F")
         self.arena = Arena(self.ops, room, self.progress.advance)
@@ -112,8 +110,9 @@ class Bench:
         if ranks < 2:
             raise UsageError("an interconnect needs at least 2 ranks: mpiexec -n 2 mpipar net")
         check_transport(args.transport)
-        wanted = args.words or NAMES
-        cases = [CASES[name] for name in wanted if not (args.layout and CASES[name].pair)]
+        cases = [
+            CASES[name] for name in args.words or CASES if not (args.layout and CASES[name].pair)
+        ]
         if args.layout:
             found = layout_sections(cases, read_layout(args.layout, ranks))
         else:
@@ -141,7 +140,7 @@ class Bench:
             raise UsageError("this MPI has no counts beyond 2^31 (MPI 4 has): give a smaller -e")
         if self.ops.device == "cpu":
             needed = 2 * max(self.arena.room, size * messages)
-            check_room(needed, len(self.session.host_ranks), free_bytes())
+            hosts.check_room(needed, len(self.session.host_ranks), hosts.free_bytes())
 
     def head(self, launcher: str | None, argv: list[str]) -> Row:
         """Return the facts of the file's first line (world rank 0)."""
@@ -169,7 +168,9 @@ class Bench:
         """
         algorithms = [via[3:] for via in ways_of(self.args, section) if via in BY]
         transport, recorder = self.args.transport, self.recorder
-        team = make_team(section, transport, self.ops, self.world, recorder, algorithms)
+        team = make_team(
+            section, transport, self.ops, self.world, recorder, algorithms, self.crowded
+        )
         rows: list[Row] = []
         end, took, before = time.monotonic() + seconds, 0.0, SMALL
         for size in sizes:
@@ -294,8 +295,8 @@ def sweep(bench: Bench, say: Callable[[list[Row]], None]) -> list[Row]:
     rows: list[Row] = []
     end = time.monotonic() + (QUICK_SECONDS if bench.args.quick else float("inf"))
     for number, section in enumerate(bench.sections):
-        parts = len(bench.sections) - number
-        new = bench.run(section, sizes_of(bench.args), (end - time.monotonic()) / parts)
+        share = (end - time.monotonic()) / (len(bench.sections) - number)
+        new = bench.run(section, sizes_of(bench.args), share)
         say(new)
         rows += new
         if bench.stopped:

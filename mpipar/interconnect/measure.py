@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipar.interconnect.buffers import Arena
 from mpipar.interconnect.cases import BARE, IN_C, At, Case, chunks, pattern, repeated, wait_all
 from mpipar.interconnect.compiled import Loops
 from mpipar.interconnect.hosts import seconds_of
@@ -28,6 +27,7 @@ from mpipar.interconnect.statistics import half_width
 TURNS = 10  # per budget: how often the ways take turns, and how soon a Ctrl-C is noticed
 LEAST_TURNS = 5  # so that one slow spell of the machine never covers all samples of a way
 MOST = 2000  # samples kept: more would not improve a median
+MOST_SLOTS, LINE_BYTES = 4096, 64  # of buffers
 
 
 class Plan(NamedTuple):
@@ -56,6 +56,39 @@ class Progress:
         self.count += 1
 
 
+class Arena:
+    """Touched memory for each of the roles "send" and "receive", which the cases share.
+
+    Training sends freshly written data from many places, which buffers imitate that rotate through
+    more memory than the last-level cache holds. The same array each time, as most other benchmarks
+    have it, measures the cache.
+
+    room: bytes that rotated buffers cycle through; 0: the same array each time. touched: called
+    while memory is filled, because that takes long.
+    """
+
+    def __init__(self, ops: Any, room: int, touched: Callable[[], None] = lambda: None):
+        self.ops, self.room, self.touched = ops, room, touched
+        self.memory: dict[str, Any] = {}
+
+    def views(self, role: str, shape: tuple[int, ...]) -> list[Any]:
+        """Return arrays of this shape: as many as the room holds, at least one."""
+        line = LINE_BYTES // self.ops.dtype.itemsize
+        count, room = int(np.prod(shape)), self.room // self.ops.dtype.itemsize
+        stride = -(-max(count, 1) // line) * line
+        stride = max(stride, room // MOST_SLOTS // line * line)
+        slots = max(1, room // stride)
+        if role not in self.memory or self.memory[role].size < slots * stride:
+            self.memory[role] = None  # free the old one first
+            fresh = self.ops.zeros((max(slots * stride, room),), label="buffers")
+            for start, stop in chunks(0, fresh.size):
+                fresh[start:stop] = 0  # touch every page
+                self.touched()
+            self.memory[role] = fresh
+        base = self.memory[role]
+        return [base[k * stride : k * stride + count].reshape(shape) for k in range(slots)]
+
+
 class Operation:
     """One case of one size, done one way on one group: its buffers, its check and its calls."""
 
@@ -63,7 +96,7 @@ class Operation:
         self.case, self.at, self.via, self.loops = case, at, via, loops
         bare = via in (BARE, IN_C)
         self.make = case.mpi4py if bare else case.comm
-        self.wait = wait_all(bare) if case.posted else None
+        self.wait = wait_all(bare)
         self.taken = case.taken(at) if case.taken else None
         self.returns = not bare and not case.is_messages  # mpipar.comm makes its outputs itself
         self.xs = arena.views("send", case.given(at))
@@ -75,7 +108,7 @@ class Operation:
         x, y = self.xs[self.next % len(self.xs)], self.ys[self.next % len(self.ys)]
         self.next += 1
         call = self.make(self.at, x, y)
-        return (partial(self.through, call) if self.wait else call), x, y
+        return (partial(self.through, call) if self.case.posted else call), x, y
 
     def through(self, call: Callable[[], Any]) -> None:
         """Post an operation and wait for it."""
@@ -113,8 +146,9 @@ class Operation:
         """Do it once. Comm: the case."""
         return self.in_c(None, [(x, y)]) if self.via == IN_C else call()
 
-    def in_c(self, team: Any, buffers: list[tuple[Any, Any]]) -> Any:
+    def in_c(self, team: Any, buffers: list[tuple[Any, Any]]) -> tuple[Any, Any]:
         """Return (entered, left) of samples in C. team: a barrier of it precedes each."""
+        assert self.loops is not None
         at, messages = self.at, self.case.is_messages
         each = partial(repeated, at) if self.case.name == "latency" else list
         xs = [one for x, _ in buffers for one in (each([*x]) if messages else [x])]
@@ -153,8 +187,7 @@ def largest(mpi: Any, numbers: list[Any]) -> list[int]:
 
     values = np.array(numbers, np.int64)
     mpi.Allreduce(MPI.IN_PLACE, values, op=MPI.MAX)
-    found: list[int] = values.tolist()
-    return found
+    return [int(value) for value in values]
 
 
 def enough(durations_s: Any, spent_s: float, plan: Plan) -> bool:
@@ -283,9 +316,8 @@ def overlap(team: Any, operation: Operation, num_tests: int, progress: Progress)
     """Return the columns of a posted operation: medians on the slowest rank. Comm: the operation,
     barriers, and two all-reduces over the team.
     """
-    work, posted = Work(operation.at.ops, num_tests), operation.prepare()[0].args[0]
-    sum_alone, both = (lambda: operation.through(posted)), (lambda: work.beside(posted, wait))
-    wait = operation.wait
+    work, (sum_alone, x, y) = Work(operation.at.ops, num_tests), operation.prepare()
+    both = partial(work.beside, operation.make(operation.at, x, y), operation.wait)
     (first_ns,) = largest(team, [1e9 * np.median(seconds_of(sum_alone, TAKES))])
     work.calibrate(first_ns * 1e-9)
     taken: list[list[float]] = []
@@ -296,8 +328,8 @@ def overlap(team: Any, operation: Operation, num_tests: int, progress: Progress)
             row += seconds_of(call, 1)
             progress.advance()
         taken.append(row)
-    found = largest(team, (1e9 * np.median(taken, axis=0)).tolist())
-    alone, computing, together = (one * 1e-3 for one in found)
+    medians_ns = largest(team, (1e9 * np.median(taken, axis=0)).tolist())
+    alone, computing, together = (one * 1e-3 for one in medians_ns)
     return {
         "num_tests": num_tests,
         "alone_us": alone,

@@ -83,16 +83,23 @@ def card(rows: list[Row]) -> str:
     own = [row for row in rows if row["size_bytes"]]
     if not own:
         return ""
-    ways = {via: [row for row in own if row["via"] == via] for via in {r["via"]: 0 for r in own}}
-    times, rates = dict[str, list[tuple[float, float, float, float]]](), dict(ways and {})
-    for via, some in ways.items():
-        times[short(via)], rates[short(via)] = [], []
-        for row in some:
-            middle, busbw = row["median_us"], row["busbw_GBps"]
-            low, high = row["low_us"], row["high_us"]
-            times[short(via)].append((row["size_bytes"], low, middle, high))
-            edges = (busbw * middle / (one or 1.0) for one in (high, low))
-            rates[short(via)].append((row["size_bytes"], next(edges), busbw, next(edges)))
+    ways = {
+        short(via): [row for row in own if row["via"] == via] for via in {r["via"]: 0 for r in own}
+    }
+    times = {
+        way: [(r["size_bytes"], r["low_us"], r["median_us"], r["high_us"]) for r in some]
+        for way, some in ways.items()
+    }
+    rates = {
+        way: [
+            (
+                r["size_bytes"],
+                *(r["busbw_GBps"] * middle / (us or 1.0) for us in (high, middle, low)),
+            )
+            for r, (_, low, middle, high) in zip(some, times[way], strict=True)
+        ]
+        for way, some in ways.items()
+    }
     pictures = f"{chart(times, 'us')}{chart(rates, 'GB/s busbw')}"
     heads = "<p>time in us</p><p>bus bandwidth in GB/s</p>"
     return (
@@ -104,9 +111,11 @@ def card(rows: list[Row]) -> str:
 
 def build(rows: list[Row], closing: list[str]) -> str:
     """Return the page of a result. closing: the six lines."""
-    cards = "".join(card(own) for own in by_table(rows))
     lines = f'<section class="card"><pre>{escape(chr(10).join(closing))}</pre></section>'
     data = {"title": "Interconnect", "subtitle": closing[0].partition(" ")[2].strip()}
     return html.build(
-        files("mpipar.interconnect") / "page", ("page.js",), data, CARDS=lines + cards
+        files("mpipar.interconnect") / "page",
+        ("page.js",),
+        data,
+        CARDS="".join([lines, *map(card, by_table(rows))]),
     )

@@ -1,7 +1,6 @@
 """What `mpipar net` does: measure, vet, show, compare."""
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -20,9 +19,7 @@ from mpipar.errors import (
     EnvironmentProblem,
     UsageError,
 )
-from mpipar.interconnect import compare as comparison
-from mpipar.interconnect import files, hosts, job, pictures, screen
-from mpipar.interconnect import vet as vetting
+from mpipar.interconnect import compare, files, hosts, job, pictures, screen, vet
 from mpipar.interconnect.arguments import START, Arguments
 from mpipar.interconnect.compiled import program_of_mpi
 from mpipar.interconnect.statistics import combined
@@ -39,7 +36,7 @@ def run(session: Any, args: Arguments) -> int:
     """Measure, vet, show or compare; return the exit code. Comm: all of the benchmark's."""
     if args.verb in ("show", "compare"):
         session.facts = {}
-        return (show if args.verb == "show" else compare)(args) if is_first(session) else EXIT_OK
+        return (shown if args.verb == "show" else compared)(args) if is_first(session) else EXIT_OK
     if is_first(session):
         files.check_writable(args.json, args.csv, args.html, args.sheet)
     if session.launcher.name is None:
@@ -51,22 +48,22 @@ def run(session: Any, args: Arguments) -> int:
         )
     session.watch.stop = args.hang_stop
     session.start()
-    return (vet if args.verb else measured)(session, args)
+    return (vetted if args.verb else measured)(session, args)
 
 
 def is_first(session: Any) -> bool:
     """Return whether this process prints."""
-    return session.launcher.rank == 0
+    return bool(session.launcher.rank == 0)
 
 
-def sheet_of(name: str | None) -> tuple[dict[str, vetting.Link] | None, str]:
+def sheet_of(name: str | None) -> tuple[dict[str, vet.Link] | None, str]:
     """Return (what links should do by a machine sheet, its text); without one, (None, cpu's text).
 
     Raises DataError, UsageError.
     """
     sheet = load_machine(name or "cpu")
     path = Path(name) if name and Path(name).is_file() else SHEETS / f"{name or 'cpu'}.toml"
-    return (vetting.links_of_sheet(sheet) if name else None), path.read_text()
+    return (vet.links_of_sheet(sheet) if name else None), path.read_text()
 
 
 def measured(session: Any, args: Arguments) -> int:
@@ -94,10 +91,10 @@ def measured(session: Any, args: Arguments) -> int:
         rows = job.sweep(bench, say if first else lambda rows: None)
         if world.size > 2 and not bench.crowded and not bench.stopped:
             progress.doing = "pairs of ranks"
-            found = vetting.measure(world, 1, progress.advance)
+            found = vet.measure(world, 1, progress.advance)
     if first:
         write(args, files.line("end", {"refused": bench.refused}))
-        slow = vetting.slow_ones(found, bench.places, args.limit, sheet[0]) if found else []
+        slow = vet.slow_ones(found, bench.places, args.limit, sheet[0]) if found else []
         closing = screen.Closing(head, rows, bench.refused, found, slow, sheet[0])
         conclude(args, rows, closing, job.left_out_text(bench))
         if args.sheet and not args.launch:
@@ -111,8 +108,8 @@ def measured(session: Any, args: Arguments) -> int:
 def write(args: Arguments, text: str) -> None:
     """Append to the file of --json; the head of the first launch empties it."""
     if args.json:
-        first = args.launch <= 1 and text.startswith('{"kind":"head"')
-        files.write_text(args.json, text, append=not first)
+        is_new = args.launch <= 1 and text.startswith('{"kind":"head"')
+        files.write_text(args.json, text, append=not is_new)
 
 
 def conclude(
@@ -154,64 +151,62 @@ def tell(args: Arguments, runs: list[files.Run]) -> None:
     conclude(args, rows, screen.Closing(runs[0].head, rows, refused))
 
 
-def show(args: Arguments) -> int:
+def shown(args: Arguments) -> int:
     """Print results again, or write their table or page."""
     tell(args, [one for path in args.words[1:] for one in files.read(path)])
     return EXIT_OK
 
 
-def compare(args: Arguments) -> int:
+def compared(args: Arguments) -> int:
     """Compare two results; return 1 if something is slower, or missing in the second."""
     before, after = (
         [row for one in files.read(path) for row in one.rows] for path in args.words[1:]
     )
-    lines, missing = comparison.compared(before, after)
+    lines, missing = compare.compared(before, after)
     if lines:
-        print(comparison.text(lines))
+        print(compare.text(lines))
     for name in missing:
         print(f"missing: {name}")
-    slower = sum(line["verdict"] == comparison.SLOWER for line in lines)
+    slower = sum(line["verdict"] == compare.SLOWER for line in lines)
     print(f"{slower} of {len(lines)} slower, {len(missing)} missing")
     return EXIT_CHECK_FAILED if slower or missing else EXIT_OK
 
 
-def vet(session: Any, args: Arguments) -> int:
+def vetted(session: Any, args: Arguments) -> int:
     """Name slow hosts and links; return 1 if there are some. Comm: the messages of all pairs."""
     world = session.world
     sheet = session.agree(lambda: sheet_of(args.machine))[0]
-    session.agree(lambda: enough_ranks(world.size, vetting.LEAST_RANKS, sheet))
-    places = gather_facts(world, hosts.place_fact(make_ops("cpu", "float32")))
     crowded = cores_of(world).crowded
+    session.agree(lambda: check_comparable(world.size, crowded, 2 if sheet else vet.LEAST_RANKS))
+    places = gather_facts(world, hosts.place_fact(make_ops("cpu", "float32"))) or []
     steps: list[int] = []
     with session.watch.following(lambda: len(steps), lambda: state_of(where="vetting")):
-        found = vetting.measure(world, vetting.ROUNDS, lambda: steps.append(1))
+        found = vet.measure(world, vet.ROUNDS, lambda: steps.append(1))
     code = EXIT_OK
     if found is not None:
         names = [place["host"] for place in places]
-        print(vetting.host_table(found, names))
-        if crowded:
-            print("more ranks than cores on a host: only computing is compared")
-            found = found._replace(pairs={})
-        slow = vetting.slow_ones(found, places, args.limit, sheet)
-        print("\n".join(vetting.verdict(slow, names)))
+        print(vet.host_table(found, names))
+        slow = vet.slow_ones(found, places, args.limit, sheet)
+        print("\n".join(vet.verdict(slow, names)))
         code = EXIT_CHECK_FAILED if slow else EXIT_OK
     return int(broadcast_text(world, str(code)))
 
 
-def enough_ranks(ranks: int, least: int, sheet: Any) -> None:
-    """Raise EnvironmentProblem if it is unclear which rank would be slow."""
-    if ranks < (2 if sheet else least):
+def check_comparable(ranks: int, crowded: bool, least: int) -> None:
+    """Raise EnvironmentProblem if it is unclear which rank or link would be slow."""
+    if ranks < least:
         raise EnvironmentProblem(
             f"too few to compare: {ranks} of at least {least} ranks, or 2 with --machine SHEET"
+        )
+    if crowded:
+        raise EnvironmentProblem(
+            "more ranks than cores on a host: messages wait for cores; start fewer ranks"
         )
 
 
 def launcher_words(start: str) -> list[str]:
     """Return the words of --start. Raises UsageError if there is no such program."""
-    try:
-        words = shlex.split(start)
-    except ValueError as error:
-        raise UsageError(f"--start {start}: {error}; close it") from error
+    words = start.split()
     found = program_of_mpi(words[0]) if words else None
     if found is None:
         raise UsageError(f"--start {start}: there is no such program; give a launcher, as {START}")
@@ -228,16 +223,14 @@ def environment_of_jobs() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not (own and name in chosen)}
 
 
-def run_job(
-    session: Any, command: list[str], environment: dict[str, str] | None = None, **options: Any
-) -> int:
+def run_job(session: Any, command: list[str], **options: Any) -> int:
     """Return the exit code of a command; options: of Popen. Raises OSError if it cannot start.
 
     On a terminal a Ctrl-C reaches this process and the command. The command must not get it twice,
     because launchers take a second one as "immediately". So the signal is passed on only if the
     command has not ended within the time of a regular end.
     """
-    job = subprocess.Popen(command, env=environment or environment_of_jobs(), **options)
+    job = subprocess.Popen(command, env=environment_of_jobs(), **options)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         left = PATIENCE_SECONDS
         while left > 0 and job.poll() is None:

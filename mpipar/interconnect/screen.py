@@ -90,12 +90,16 @@ def title(row: Row) -> str:
     """Return what the rows of a table have in common."""
     ranks = row["ranks"]
     names = ",".join(map(str, ranks)) if len(ranks) < 9 else f"{ranks[0]}..{ranks[-1]}"
-    axis = row["axis"]
-    modes = {"alone": f", one {axis} group", "together": f", all {axis} groups, the slowest"}
-    mode = modes.get(row["mode"], "")
+    mode = {
+        "alone": f", one {row['axis']} group",
+        "together": f", all {row['axis']} groups, the slowest",
+    }.get(row["mode"], "")
     window = f", window {row['window']}" if row["window"] > 1 else ""
-    many = row.get("launches", 1)
-    what = f"; {many} launches, another is between low and high" if many > 1 else ""
+    what = (
+        "; {launches} launches, another is between low and high".format(**row)
+        if "launches" in row
+        else ""
+    )
     return textwrap.fill(
         f"# {row['case']}: ranks {names} ({row['link']}){mode}, {row['dtype']},"
         f" {row['transport']}, buffers {row['buffers']}{window}{what}",
@@ -235,8 +239,8 @@ class Closing:
         if self.sheet:
             rate, latency = self.sheet[link]
             return (rate if what == "transfer" else latency), "the sheet's link"
-        if self.found and len(self.found.pairs[what]) > 1:
-            best = min(self.found.pairs[what].values())
+        if self.found and len(self.found[what]) > 1:
+            best = min(self.found[what].values())
             value = SIZES[what] / best * 1e-9 if what == "transfer" else best * 1e6
             return value, "the best pair"
         if what == "transfer" and link == LINKS[0]:

@@ -2,16 +2,16 @@
 
     mpiexec -n 8 mpipar net vet [--limit 1.5] [--machine SHEET]
 
-Every rank repeats the same piece of work, and every pair of ranks exchanges messages of 8 bytes and
-of 1 MiB. Pairs that have no rank in common do so at the same time, each time with other neighbours.
-For each rank and pair the best time is taken, because other programs spoil some, not all.
+Every pair of ranks exchanges messages of 8 bytes and of 1 MiB. Pairs that have no rank in common do
+so at the same time, each time with other neighbours. For each pair the best time is taken, because
+other programs spoil some, not all.
 
 A pair is compared with the median pair on the same kind of link. A rank is rated by its median
 partner, so that one slow rank does not spoil the others. It is slow if it takes --limit times the
 median of all, and is further from it than five times the usual distance (MAD). A link is slow if
 its pair is twice that slow although neither of its ranks is, or, with a machine sheet, if it takes
 --limit times as long as the sheet says. Where ranks share cores, a message takes as long as its
-receiver waits for one, so only computing is compared.
+receiver waits for one, so nothing can be compared.
 """
 
 from collections.abc import Callable
@@ -24,17 +24,15 @@ import numpy as np
 from mpipar.comm.facts import gather_numbers
 from mpipar.console.tables import table
 from mpipar.interconnect.hosts import LINKS, link_of, seconds_of
-from mpipar.interconnect.measure import largest
 
 LEAST_RANKS = 3  # with two it is unclear which one is slow
 SIZES = {"latency": 8, "transfer": 1 << 20}  # bytes of the messages
 TRIPS = {"latency": 30, "transfer": 3}  # in one turn of a pair
-ROUNDS, WORKS, TAG = 3, 40, 9
-WORK_SECONDS, FIRST_BITS = 200e-6, 512
-BASE, MODULUS = 3, (1 << 521) - 1  # a Mersenne prime: every step of a power costs the same
+ROUNDS, TAG = 3, 9
 FAR, NORMAL = 5.0, 1.4826  # times the usual distance; a deviation over a MAD
 Pair = tuple[int, int]
 Places = list[dict[str, Any]]
+Found = dict[str, dict[Pair, float]]  # {what: {pair: best half of a round trip, in seconds}}
 Link = tuple[float, float]  # GB/s one way, latency in us of a collective
 
 
@@ -44,13 +42,6 @@ class Slow(NamedTuple):
     ranks: tuple[int, ...]
     what: str
     factor: float
-
-
-class Found(NamedTuple):
-    """Seconds: the work of each rank, and {what: {pair: best half of a round trip}}."""
-
-    work: list[float]
-    pairs: dict[str, dict[Pair, float]]
 
 
 def rounds_of(ranks: int) -> list[list[Pair]]:
@@ -87,11 +78,8 @@ def slow_ones(
     found: Found, places: Places, limit: float, sheet: dict[str, Link] | None = None
 ) -> list[Slow]:
     """Return the slow ranks and links. sheet: {kind of link: what it should do}."""
-    slow = [
-        Slow((one,), "computing", factor)
-        for one, factor in outliers(dict(enumerate(found.work)), limit).items()
-    ]
-    for what, times in found.pairs.items():
+    slow: list[Slow] = []
+    for what, times in found.items():
         kinds = {pair: link_of(places, pair) for pair in times}
         middle = {
             kind: median(time for pair, time in times.items() if kinds[pair] == kind)
@@ -100,7 +88,7 @@ def slow_ones(
         over = {pair: time / middle[kinds[pair]] for pair, time in times.items()}
         ranks = {
             one: median(value for pair, value in over.items() if one in pair)
-            for one in range(len(found.work))
+            for one in range(len(places))
         }
         bad = outliers(ranks, limit)
         slow += [Slow((one,), what, factor) for one, factor in bad.items()]
@@ -112,12 +100,6 @@ def slow_ones(
             pairs |= {pair: value for pair, value in share.items() if value > limit}
         slow += [Slow(pair, what, value) for pair, value in pairs.items() if not {*pair} & {*bad}]
     return slow
-
-
-def work_bits() -> int:
-    """Return the bits of the exponent with which a piece of work takes WORK_SECONDS here."""
-    took = min(seconds_of(lambda: pow(BASE, (1 << FIRST_BITS) - 1, MODULUS), 20))
-    return max(1, round(FIRST_BITS * WORK_SECONDS / took))
 
 
 def pair_seconds(world: Any, pair: Pair, what: str) -> float:
@@ -138,47 +120,39 @@ def pair_seconds(world: Any, pair: Pair, what: str) -> float:
 def measure(world: Any, rounds: int, advance: Callable[[], None]) -> Found | None:
     """Return what was found on world rank 0, None elsewhere.
 
-    Comm: an all-reduce, the messages of all pairs, barriers, and a gather.
+    Comm: the messages of all pairs, barriers, and a gather.
     """
-    (bits,) = largest(world, [work_bits()])
-    best = np.full((1 + len(SIZES), world.size), np.inf)
+    best = np.full((len(SIZES), world.size), np.inf)
     for number in range(rounds):
-        took = min(seconds_of(lambda: pow(BASE, (1 << bits) - 1, MODULUS), WORKS))
-        best[0] = np.minimum(best[0], took)
         turns = rounds_of(world.size)
         for turn in turns[number % len(turns) :] + turns[: number % len(turns)]:
             advance()
             world.Barrier()
             for pair in (pair for pair in turn if world.rank in pair):
                 peer = sum(pair) - world.rank
-                for row, what in enumerate(SIZES, 1):
+                for row, what in enumerate(SIZES):
                     best[row, peer] = min(best[row, peer], pair_seconds(world, pair, what))
     every = gather_numbers(world, best)
     if every is None:
         return None
     pairs = list(combinations(range(world.size), 2))
-    return Found(
-        every[:, 0, 0].tolist(),
-        {
-            what: {pair: float(every[pair[0], row, pair[1]]) for pair in pairs}
-            for row, what in enumerate(SIZES, 1)
-        },
-    )
+    return {
+        what: {pair: float(every[pair[0], row, pair[1]]) for pair in pairs}
+        for row, what in enumerate(SIZES)
+    }
 
 
 def host_table(found: Found, hosts: list[str]) -> str:
-    """Return a line for each host: its slowest rank's work, and its median messages."""
-    rows: list[tuple[Any, ...]] = [("host", "ranks", "work_us", "latency_us", "transfer_GB/s")]
+    """Return a line for each host: its median messages."""
+    rows: list[tuple[Any, ...]] = [("host", "ranks", "latency_us", "transfer_GB/s")]
     for name in dict.fromkeys(hosts):
         own = {one for one, host in enumerate(hosts) if host == name}
         latency, transfer = (
             median(time for pair, time in times.items() if own & {*pair})
-            for times in found.pairs.values()
+            for times in found.values()
         )
-        work = max(found.work[one] for one in own)
         rate = SIZES["transfer"] / transfer * 1e-9
-        cells = f"{work * 1e6:.1f}", f"{latency * 1e6:.2f}", f"{rate:.4g}"
-        rows.append((name, len(own), *cells))
+        rows.append((name, len(own), f"{latency * 1e6:.2f}", f"{rate:.4g}"))
     return table(rows)
 
 
@@ -202,5 +176,7 @@ def verdict(slow: list[Slow], hosts: list[str]) -> list[str]:
 
 def links_of_sheet(machine: Any) -> dict[str, Link]:
     """Return what each kind of link should do, by a machine sheet."""
-    ends = machine.links[0], machine.links[-1]
-    return {kind: (one.gbytes_s, one.latency_us) for kind, one in zip(LINKS, ends, strict=True)}
+    return {
+        kind: (machine.links[place].gbytes_s, machine.links[place].latency_us)
+        for kind, place in zip(LINKS, (0, -1), strict=True)
+    }

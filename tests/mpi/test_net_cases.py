@@ -15,14 +15,14 @@ from mpipar import ops as ops_module
 from mpipar.comm.algorithms.doubling import DoublingTransport
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
+from mpipar.comm.request import PatientRequest
 from mpipar.errors import EnvironmentProblem
-from mpipar.interconnect import compiled, job, measure
+from mpipar.interconnect import compiled, hosts, job, measure
 from mpipar.interconnect.arguments import BY, CASES, ROUTINGS, Arguments
-from mpipar.interconnect.buffers import Arena
 from mpipar.interconnect.cases import BARE, COMM, IN_C, At
 from mpipar.interconnect.cases import CASES as TABLE
 from mpipar.interconnect.groups import make_team, world_sections
-from mpipar.interconnect.measure import Operation, Plan, Progress
+from mpipar.interconnect.measure import Arena, Operation, Plan, Progress
 
 WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2, 4)
@@ -149,9 +149,20 @@ def test_a_message_that_arrives_twice_shows(monkeypatch):
 
 def test_hosts_with_other_caches_walk_through_as_much(monkeypatch):
     """Otherwise one would send more messages in a sample than the other receives."""
-    monkeypatch.setattr(job, "cache_bytes", lambda: (WORLD.rank + 1) << 16)
+    monkeypatch.setattr(hosts, "cache_bytes", lambda: (WORLD.rank + 1) << 16)
     bench = job.Bench(SESSION, Arguments(words=("latency",), end_bytes=64))
     assert bench.arena.room == WORLD.size << 16
+
+
+def test_ranks_that_share_cores_wait_as_in_training():
+    for crowded in (False, True):
+        (section,) = world_sections([TABLE["ring"]], WORLD.size)
+        team = make_team(section, "mpi-host", cpu("float32"), WORLD, Recorder(), [], crowded)
+        request = team.comms["mpi"].transport.irecv(np.zeros(1, np.float32), team.mpi.rank, 3)
+        assert isinstance(request, PatientRequest) == crowded
+        team.mpi.Send(np.ones(1, np.float32), team.mpi.rank, 3)
+        request.Wait()
+        team.close()
 
 
 @pytest.mark.parametrize("num_tests", slow_unless(lambda one: one, [(0,), (3,)]))

@@ -19,7 +19,7 @@ from mpipar.commands.schedule import costs_of, title
 from mpipar.config.flags import Parser
 from mpipar.console.tables import nbytes
 from mpipar.errors import DataError, UsageError
-from mpipar.interconnect.routing import shares
+from mpipar.interconnect.cases import shares
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.study.explain.predict import fullest
 from mpipar.study.schedules.draw import svg
@@ -340,9 +340,8 @@ def rows(words: list[str], root: Path) -> Picture:
         parts = [
             np.rint(
                 args.tokens
-                * shares(routing, args.experts, per_token, rank, args.ep)
-                .reshape(args.ep, -1)
-                .sum(axis=1)
+                * per_token
+                * shares(routing, args.experts, rank, args.ep).reshape(args.ep, -1).sum(axis=1)
             )
             for rank in ranks
         ]
