@@ -33,10 +33,9 @@ def of_products():
 def of_chains():
     """Return file -> name expressions of what `fused.Fused` runs."""
     each = {
-        "gelu.cu": (fused.by_type, "gelu_forward bias_gelu_forward gelu_backward"),
+        "gelu.cu": (fused.by_type, "gelu_forward gelu_backward"),
         "swiglu.cu": (fused.by_type, "swiglu_forward swiglu_backward"),
         "rope.cu": (fused.by_type, "rotate"),
-        "residual.cu": (fused.by_type, "bias_residual_forward"),
         "norm.cu": (fused.by_type, NORM_KERNELS),
         "cross_entropy.cu": (fused.by_row, "cross_entropy_stats cross_entropy_backward"),
         "softmax.cu": (fused.by_row, "causal_softmax_forward causal_softmax_backward"),

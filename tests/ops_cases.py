@@ -74,7 +74,6 @@ def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5, rounded=None):
         **_loss(ops, make, sizes),
         **_updates(ops, make, sizes),
         **_llama(ops, make, sizes),
-        **_residual(ops, make, sizes),
         **_experts(ops, make, sizes),
     }
 
@@ -105,10 +104,8 @@ def _products(ops, make, sizes):
         "matmul_nt_tied": ops.matmul_nt(dy, table.T),
         "gelu_forward": ops.gelu_forward(x),
         "gelu_backward_input": ops.gelu_backward_input(make.real(*x.shape), x),
-        "bias_gelu_forward": ops.bias_gelu_forward(make.real(*dy.shape), b),
         "matmul_bias": ops.matmul_bias(x, w, b),
         "matmul_bias none": ops.matmul_bias(x, w, None),
-        "matmul_nt_gelu_backward": ops.matmul_nt_gelu_backward(dy, w, x),
     }
     weights, sums = make.sums(sizes.width, sizes.inner), make.sums(sizes.inner)
     ops.matmul_tn_add_sums(x, dy, weights, sums)
@@ -116,7 +113,6 @@ def _products(ops, make, sizes):
     weights = make.sums(sizes.width, sizes.inner)
     ops.matmul_tn_add_sums(x, dy, weights, None)
     out["matmul_tn_add_sums none"] = weights
-    out["matmul_bias_gelu"], out["matmul_bias_gelu h"] = ops.matmul_bias_gelu(x, w, b)
     ops.matmul_tn_add(x, dy, dw)
     ops.matmul_tn_add(x, dy, dtable.T)
     ops.bias_backward_weight(dy, db)
@@ -146,18 +142,6 @@ def _norm(ops, make, sizes):
         "layernorm_backward_weight dw": dw,
         "layernorm_backward_weight db": db,
     }
-
-
-def _residual(ops, make, sizes):
-    """What is added where a residual branch ends, forward and backward."""
-    x, dy, y, around = (make.real(sizes.batch, sizes.tokens, sizes.width) for _ in range(4))
-    w, b = make.real(sizes.width), make.real(sizes.width)
-    found = {"bias_forward residual": ops.bias_forward(y, b, around)}
-    for kind, parameters in (("layernorm", (w, b)), ("rmsnorm", (w,))):
-        _, *statistics = getattr(ops, f"{kind}_forward")(x, *parameters, 1e-5)
-        name = f"{kind}_backward_input"
-        found[f"{name} residual"] = getattr(ops, name)(dy, x, w, *statistics, around)
-    return found
 
 
 def _attention(ops, make, sizes, kind):

@@ -16,7 +16,6 @@ MOST_SHARED = 48 << 10  # static shared memory that any GPU gives a block
 # File -> what its kernels are called that memory decides about.
 WIDE = {
     "gelu.cu": "gelu",
-    "residual.cu": "bias_residual",
     "swiglu.cu": "swiglu",
     "rope.cu": "rotate",
     "norm.cu": "norm",

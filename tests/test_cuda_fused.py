@@ -71,17 +71,9 @@ def case(request, rng):
 
 def test_gelu(case):
     for shape in SHAPES:
-        (x, x64), (b, b64), (dy, dy64) = (
-            case.array(*shape),
-            case.array(shape[-1]),
-            case.array(*shape),
-        )
+        (x, x64), (dy, dy64) = case.array(*shape), case.array(*shape)
         case.check(case.fused.gelu_forward(x), case.ops.gelu_forward(x64))
         case.check(case.fused.gelu_backward_input(dy, x), case.ops.gelu_backward_input(dy64, x64))
-        y = case.fused.bias_gelu_forward(x, b)
-        case.check(x, x64 + b64)
-        rounded = case.to_host(x).astype(np.float64)  # the values that the gradient uses
-        case.check(y, case.ops.gelu_forward(rounded))
 
 
 def test_gelu_where_tanh_is_one(case):
@@ -128,36 +120,6 @@ def test_a_wider_sum_after_a_narrow_one_starts_from_zero(where, rng):
         out, out64 = case.array(columns)
         case.fused.bias_backward_weight(x, out)
         case.check(out, out64 + x64.sum(axis=0), bound=2e-6)
-
-
-def test_the_end_of_a_residual_branch(case):
-    for shape in SHAPES:
-        (y, y64), (b, b64), (x, x64) = case.array(*shape), case.array(shape[-1]), case.array(*shape)
-        assert case.fused.bias_forward(y, b, x) is y
-        case.check(y, y64 + b64 + x64)
-
-
-def test_what_flows_around_a_norm(case):
-    for kind in ("layernorm", "rmsnorm"):
-        for width in (171, 264):
-            shape = (2, 3, width)
-            (x, x64), (w, w64), (dy, dy64) = (
-                case.array(*shape),
-                case.array(width),
-                case.array(*shape),
-            )
-            around, around64 = case.array(*shape)
-            bias = [case.array(width)] if kind == "layernorm" else []
-            found = []
-            for ops, arrays, more, last in (
-                (case.fused, (x, w), [b for b, _ in bias], (dy, around)),
-                (case.ops, (x64, w64), [b for _, b in bias], (dy64, around64)),
-            ):
-                _, *statistics = getattr(ops, f"{kind}_forward")(*arrays, *more, 1e-5)
-                found.append(
-                    getattr(ops, f"{kind}_backward_input")(last[0], *arrays, *statistics, last[1])
-                )
-            case.check(*found)
 
 
 def test_losses_of_all_shards(where, rng):

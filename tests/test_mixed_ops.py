@@ -19,16 +19,10 @@ FLOAT32 = 2e-5
 # These read rounded results of other functions: they have errors of two or three roundings.
 FURTHER = {
     "attention_backward_input": 4,
-    "bias_forward residual": 2,
-    # A product rounds, and so does each function behind it where no epilogue makes all of them.
-    "matmul_bias": 2,
-    "matmul_bias_gelu h": 2,
-    "matmul_bias_gelu": 3,
-    "matmul_nt_gelu_backward": 2,
+    "matmul_bias": 2,  # a product, and a sum where no epilogue makes it
 }
 # Of the fused kernels: float32 results come from rounded operands, too.
 OPERANDS = {
-    "bias_forward residual": 1,
     "attention_forward y": 2,
     "attention_block_forward y": 1,
     "attention_merge y": 1,

@@ -242,17 +242,6 @@ class ArrayOps:
         y = self.matmul(x, w)
         return y if b is None else self.bias_forward(y, b)
 
-    @shapes("x[..K] w[KM] b[M] -> a[..M] h[..M]")
-    def matmul_bias_gelu(self, x: Array, w: Array, b: Array) -> tuple[Array, Array]:
-        """Return (GELU of h, h = x w + b), both (..., M)."""
-        h = self.matmul(x, w)
-        return self.bias_gelu_forward(h, b), h
-
-    @shapes("dy[..M] w[KM] h[..K] -> dh[..K]")
-    def matmul_nt_gelu_backward(self, dy: Array, w: Array, h: Array) -> Array:
-        """Return dh = (dy w^T) GELU'(h), (..., K)."""
-        return self.gelu_backward_input(self.matmul_nt(dy, w), h)
-
     @shapes("x[..K] y[..M] out[KM]+ sums[M]+? ->")
     def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array | None) -> None:
         """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,)."""
@@ -260,12 +249,12 @@ class ArrayOps:
         if sums is not None:
             self.bias_backward_weight(y, sums)
 
-    @shapes("y[..M]+ b[M] residual[..M]? -> y")
-    def bias_forward(self, y: Array, b: Array, residual: Array | None = None) -> Array:
-        """Add b (M,), and perhaps residual, to the newly computed y (..., M) in place; return y."""
+    @shapes("y[..M]+ b[M] -> y")
+    def bias_forward(self, y: Array, b: Array) -> Array:
+        """Add b (M,) to the newly computed y (..., M) in place and return y."""
         assert y.shape[-1:] == b.shape, (y.shape, b.shape)
         y += b
-        return y if residual is None else self.accumulate(y, residual)
+        return y
 
     @shapes("dy[..M] db[M]+ ->")
     def bias_backward_weight(self, dy: Array, db: Array) -> None:
@@ -460,11 +449,6 @@ class ArrayOps:
             self.xp.exp(z, out=z)
         z += 1.0
 
-    @shapes("x[..M]+ b[M] -> y[..M]")
-    def bias_gelu_forward(self, x: Array, b: Array) -> Array:
-        """Add b (M,) to the newly computed x (..., M) in place and return GELU of the sum."""
-        return self.gelu_forward(self.bias_forward(x, b))
-
     # SwiGLU: silu(g) = g s(g), with the logistic function s(g) = 1 / (1 + exp(-g)). The two parts
     # of h are gate and up.
 
@@ -517,27 +501,18 @@ class ArrayOps:
         y *= w
         return y, rstd
 
-    @shapes("dy[..D] x[..D] w[D] rstd[..] residual[..D]? -> dx[..D]")
+    @shapes("dy[..D] x[..D] w[D] rstd[..] -> dx[..D]")
     def rmsnorm_backward_input(
-        self,
-        dy: Array,
-        x: Array,
-        w: Array,
-        rstd: Array,
-        residual: Array | None = None,
-        out: Array | None = None,
+        self, dy: Array, x: Array, w: Array, rstd: Array, out: Array | None = None
     ) -> Array:
-        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd.
-
-        residual: the gradient of what flows around the norm; it is added to dx, if given.
-        """
+        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
         g = dy * w
         dx = self.xp.multiply(x, rstd[..., None], out=out)  # xhat
         slope = self._row_dots(g, dx) / self.scalar(x.shape[-1])
         dx *= slope[..., None]
         self.xp.subtract(g, dx, out=dx)
         dx *= rstd[..., None]
-        return dx if residual is None else self.accumulate(dx, residual)
+        return dx
 
     @shapes("dy[..D] x[..D] rstd[..] dw[D]+ ->")
     def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
@@ -559,22 +534,15 @@ class ArrayOps:
         y += b
         return y, x[..., 0] + mean, rstd
 
-    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] residual[..D]? -> dx[..D]")
+    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] -> dx[..D]")
     def layernorm_backward_input(
-        self,
-        dy: Array,
-        x: Array,
-        w: Array,
-        mean: Array,
-        rstd: Array,
-        residual: Array | None = None,
-        out: Array | None = None,
+        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, out: Array | None = None
     ) -> Array:
-        """Return dx = c - mean(c), where c is the gradient of x - mean; plus residual, if given."""
+        """Return dx = c - mean(c), where c is the gradient of x - mean."""
         c = self.xp.subtract(x, mean[..., None], out=out)
         ArrayOps.rmsnorm_backward_input(self, dy, c, w, rstd, out=c)
         c -= (self._row_sums(c) / self.scalar(x.shape[-1]))[..., None]
-        return c if residual is None else self.accumulate(c, residual)
+        return c
 
     @shapes("dy[..D] x[..D] mean[..] rstd[..] dw[D]+ db[D]+ ->")
     def layernorm_backward_weight(

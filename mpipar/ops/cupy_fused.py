@@ -11,7 +11,7 @@ import numpy as np
 
 from mpipar.ops.array_ops import as_rows
 from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
-from mpipar.ops.cuda.epilogues import BIAS, DGELU, GELU_AUX_BIAS, Epilogues
+from mpipar.ops.cuda.epilogues import Epilogues
 from mpipar.ops.cuda.fused import Fused
 from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cupy_ops import CupyOps
@@ -27,7 +27,6 @@ FUSED_16_BITS = (
     "rope_backward_input",
     "bias_backward_weight",
     "gelu_forward",
-    "bias_gelu_forward",
     "gelu_backward_input",
     "layernorm_forward",
     "layernorm_backward_input",
@@ -66,22 +65,12 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
 
     def matmul_bias(self, x: Array, w: Array, b: Array | None) -> Array:
         """Return x w (..., M), plus b if there is one."""
-        y = None if b is None else self._with(BIAS, x, w, bias=self._whole(b))
-        return super().matmul_bias(x, w, b) if y is None else y
-
-    def matmul_bias_gelu(self, x: Array, w: Array, b: Array) -> tuple[Array, Array]:
-        """Return (GELU of h, h = x w + b), both (..., M)."""
-        h = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
-        a = self._with(GELU_AUX_BIAS, x, w, bias=self._whole(b), aux=h)
-        if a is not None:
-            return a, h
-        del h
-        return super().matmul_bias_gelu(x, w, b)
-
-    def matmul_nt_gelu_backward(self, dy: Array, w: Array, h: Array) -> Array:
-        """Return dh = (dy w^T) GELU'(h), (..., K)."""
-        dh = self._with(DGELU, dy, w.T, aux=self._whole(h))
-        return super().matmul_nt_gelu_backward(dy, w, h) if dh is None else dh
+        if b is not None and self._epilogues is not None:
+            y = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
+            if self._epilogues.with_bias(as_rows(x), w, as_rows(y), self._whole(b)):
+                return y
+            del y
+        return super().matmul_bias(x, w, b)
 
     def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array | None) -> None:
         """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,)."""
@@ -91,14 +80,6 @@ class FusedOps(Fused, CupyOps):  # type: ignore[misc]
                 self.accumulate(sums, made)
                 return
         super().matmul_tn_add_sums(x, y, out, sums)
-
-    def _with(self, epilogue: int, x: Array, w: Array, **more: Array | None) -> Array | None:
-        """Return x w with an epilogue, or None if there is no such function."""
-        y = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
-        done = self._epilogues is not None and self._epilogues(
-            epilogue, as_rows(x), w, as_rows(y), **more
-        )
-        return y if done else None
 
     # Attention runs in tiles, which keep two numbers per query. If heads are too wide for a tile,
     # the plain formula with whole scores is used. Scores are float32 until they are probabilities,

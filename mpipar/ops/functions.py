@@ -50,8 +50,9 @@ else:
 
 MEMORY = [name for name, function in DECLARED.items() if function.text == "->"]
 FUNCTIONS = {name: function for name, function in DECLARED.items() if name not in MEMORY}
+# Two functions in sequence, which a device may have as one that rounds once.
+EPILOGUES = ("matmul_bias", "matmul_tn_add_sums")
 # FLOPs: a number and the sizes that it is multiplied by.
-EPILOGUES = ("matmul_bias", "matmul_bias_gelu", "matmul_nt_gelu_backward", "matmul_tn_add_sums")
 FLOPS = dict.fromkeys(("matmul", "matmul_nt", "matmul_tn_add", *EPILOGUES), "2..KM")
 FLOPS |= dict.fromkeys(("grouped_matmul", "grouped_matmul_nt", "grouped_matmul_tn_add"), "2RKM")
 FLOPS |= dict.fromkeys(
@@ -76,8 +77,6 @@ EXACT_IN_16_BITS = (
     "adamw_step",
     "adamw_runs",
 )
-# Two functions in sequence, which a device may have as one that rounds once.
-COMPOSED = (*EPILOGUES, "bias_gelu_forward")
 
 
 def flops(name: str, sizes: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.functions import COMPOSED, EXACT_IN_16_BITS, MEMORY, Ops
+from mpipar.ops.functions import EPILOGUES, EXACT_IN_16_BITS, MEMORY, Ops
 from mpipar.ops.signature import Array, Function, Part, Shape
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -54,7 +54,7 @@ class MixedOps(Ops):
         exact = getattr(self.exact, function.name)
         if function.name in self._as_they_are:
             return exact(*arguments, **named)
-        if function.name in COMPOSED:  # of functions here, each of which rounds
+        if function.name in EPILOGUES:  # of functions here, each of which rounds
             return getattr(ArrayOps, function.name)(self, *arguments, **named)
         return self._rounded(exact, function, arguments, named)
 

@@ -98,19 +98,6 @@ def gelu_forward(x: Array, y: Array) -> None:
 
 
 @compiled(ROUND_ONCE)
-def bias_gelu_forward(x: Array, b: Array, y: Array) -> None:
-    """Add b (M,) to x (N, M) in place, and write GELU of the sum to y."""
-    a, c = x.dtype.type(2.0 * GELU_A), x.dtype.type(2.0 * GELU_B)
-    one = x.dtype.type(1.0)
-    for i in range(x.shape[0]):
-        for j in range(x.shape[1]):
-            z = x[i, j] + b[j]
-            x[i, j] = z
-            e = exp(-abs(z * (a + c * z * z)))
-            y[i, j] = z * (one if z >= 0 else e) / (one + e)
-
-
-@compiled(ROUND_ONCE)
 def gelu_backward_input(dy: Array, x: Array, dx: Array) -> None:
     """Write dy (s + x s (1 - s) 2u') to dx; all flat."""
     a, b = x.dtype.type(2.0 * GELU_A), x.dtype.type(2.0 * GELU_B)

@@ -22,18 +22,16 @@ def in_one_pass(chain: Method) -> Method:
     """Return the method that runs the kernel of the same name in `numba_kernels`.
 
     The kernel receives the arguments, followed by arrays for the results, with all leading
-    dimensions merged into one. The shape of the first argument determines those of the results. A
-    last argument that may be missing is added to the result afterwards.
+    dimensions merged into one. The shape of the first argument determines those of the results.
     """
     function = FUNCTIONS[chain.__name__]
-    needed = [part for part in function.takes if not part.optional]
     letters, made = function.takes[0].dims or (), [part.dims or () for part in function.gives]
     # For each argument and result: whether it is a number, and the number of its dimensions besides
     # the leading ones, None if it has no leading ones. They are computed once, because a call takes
     # microseconds.
     kinds = [
         (part.dims is None, len(part.dims or ()) - 1 if part.by_row else None)
-        for part in (*needed, *function.gives)
+        for part in (*function.takes, *function.gives)
     ]
 
     @wraps(chain)
@@ -41,7 +39,6 @@ def in_one_pass(chain: Method) -> Method:
         if named or len(arguments) != len(function.takes):
             given = function.bind(arguments, named)
             arguments = tuple(given.get(part.name) for part in function.takes)
-        arguments, further = arguments[: len(needed)], arguments[len(needed) :]
         shape = arguments[0].shape
         at = len(shape) - len(letters) + 1
         sizes = dict(zip(letters, (shape[:at], *shape[at:]), strict=True))
@@ -56,9 +53,6 @@ def in_one_pass(chain: Method) -> Method:
                 for x, (number, inner) in zip((*arguments, *results), kinds, strict=True)
             ]
         )
-        for residual in further:
-            if residual is not None:
-                self.accumulate(results[0], residual)
         return results if len(results) > 1 else results[0] if results else None
 
     return cast(Method, method)
@@ -77,7 +71,6 @@ class NumbaOps(NumpyOps):
 
     gelu_forward = in_one_pass(NumpyOps.gelu_forward)
     gelu_backward_input = in_one_pass(NumpyOps.gelu_backward_input)
-    bias_gelu_forward = in_one_pass(NumpyOps.bias_gelu_forward)
     swiglu_forward = in_one_pass(NumpyOps.swiglu_forward)
     swiglu_backward_input = in_one_pass(NumpyOps.swiglu_backward_input)
     rmsnorm_forward = in_one_pass(NumpyOps.rmsnorm_forward)

@@ -2,18 +2,16 @@
 //
 // Strict where the library leaves it to the caller: an algorithm holds only for the product, the
 // matrices and the alignments that it was chosen for, and it writes all of its workspace.
-#include <cmath>
 #include <map>
 
 #include "products.h"
 
 using namespace machine;
 
-enum { DEFAULT = 1, BIAS = 4, GELU_AUX_BIAS = 164, DGELU = 192, BGRADA = 256, BGRADB = 512 };  // cublasLtEpilogue_t
-enum { TRANSA = 3, TRANSB = 4, EPILOGUE = 7, BIAS_POINTER = 8, AUX_POINTER = 11, AUX_LD = 12 };
+enum { DEFAULT = 1, BIAS = 4, BGRADA = 256, BGRADB = 512 };  // cublasLtEpilogue_t
+enum { TRANSA = 3, TRANSB = 4, EPILOGUE = 7, BIAS_POINTER = 8 };
 enum { MAX_WORKSPACE = 1, MIN_ALIGNMENT = 5 };
-constexpr size_t WORKSPACE = 512, MOST_ALIGNMENT = 256, AUX_ALIGNMENT = 16;
-constexpr int AUX_MULTIPLE = 8;  // elements
+constexpr size_t WORKSPACE = 512, MOST_ALIGNMENT = 256;
 
 struct Description {
     int compute, scale;
@@ -42,7 +40,6 @@ struct Preference {
 struct Algorithm {  // 64 bytes, the caller's to keep
     int chosen = 0, compute = 0, epilogue = 0, turned = 0;
     unsigned short aligned[4] = {};
-    long long aux_leading = 0;
     int sizes[3] = {};
 };
 static_assert(sizeof(Algorithm) <= 64);
@@ -76,8 +73,7 @@ API int cublasLtMatmulDescCreate(void **made, int compute, int scale) {
 }
 
 API int cublasLtMatmulDescSetAttribute(void *product, int attribute, const void *value, size_t size) {
-    bool wide = attribute == BIAS_POINTER || attribute == AUX_POINTER || attribute == AUX_LD;
-    if (size != (wide ? 8 : 4)) return INVALID_VALUE;
+    if (size != (attribute == BIAS_POINTER ? 8 : 4)) return INVALID_VALUE;
     return static_cast<Description *>(product)->set[attribute] = number(value, size), OK;
 }
 
@@ -101,24 +97,17 @@ API int cublasLtMatmulPreferenceSetAttribute(void *preference, int attribute, co
 static int problem(const Description &product, const Layout &a, const Layout &b, const Layout &c,
                    const Layout &d) {
     int epilogue = product.at(EPILOGUE);
-    bool bias = epilogue & (BIAS | BGRADA | BGRADB), aux = epilogue & 128, turn_a = product.at(TRANSA),
-         turn_b = product.at(TRANSB);
+    bool turn_a = product.at(TRANSA), turn_b = product.at(TRANSB);
     auto inner = turn_a ? a.rows : a.columns;
     if ((turn_a ? a.columns : a.rows) != d.rows || (turn_b ? b.rows : b.columns) != d.columns ||
         (turn_b ? b.columns : b.rows) != inner || !(c == d))
         return INVALID_VALUE;
-    if (bias && !product.place(BIAS_POINTER)) return INVALID_VALUE;
-    if (aux && (!product.place(AUX_POINTER) || product.at(AUX_LD) < (long long)d.rows))
-        return INVALID_VALUE;
-    bool known = epilogue == BIAS || epilogue == GELU_AUX_BIAS || epilogue == DGELU ||
-                 epilogue == BGRADA || epilogue == BGRADB;
+    bool known = epilogue == BIAS || epilogue == BGRADA || epilogue == BGRADB;
+    if (known && !product.place(BIAS_POINTER)) return INVALID_VALUE;
     bool types = a.type == b.type && (d.type == a.type || d.type == FLOAT) && a.type != DOUBLE &&
                  product.scale == FLOAT &&
                  (product.compute == COMPUTE_32F || product.compute == COMPUTE_32F_TF32);
-    if (!known || !types) return NOT_SUPPORTED;
-    if (aux && (product.at(AUX_LD) % AUX_MULTIPLE || product.at(AUX_POINTER) % AUX_ALIGNMENT))
-        return NOT_SUPPORTED;
-    return OK;
+    return known && types ? OK : NOT_SUPPORTED;
 }
 
 static Algorithm wanted(const Description &product, const Layout &a, const Layout &d) {
@@ -126,7 +115,6 @@ static Algorithm wanted(const Description &product, const Layout &a, const Layou
     bool turned = product.at(TRANSA);
     made.chosen = 1, made.compute = product.compute, made.epilogue = product.at(EPILOGUE);
     made.turned = turned + 2 * int(product.at(TRANSB));
-    made.aux_leading = product.at(AUX_LD);
     made.sizes[0] = d.rows, made.sizes[1] = d.columns, made.sizes[2] = turned ? a.rows : a.columns;
     return made;
 }
@@ -147,12 +135,6 @@ API int cublasLtMatmulAlgoGetHeuristic(void *, void *product, void *a, void *b, 
     return *count = 1, OK;
 }
 
-static double gelu(double x, bool slope) {
-    const double A = std::sqrt(2 / M_PI), B = 0.044715 * A;
-    double s = 1 / (1 + std::exp(-2 * (A * x + B * x * x * x)));
-    return slope ? s + s * (1 - s) * x * (2 * A + 6 * B * x * x) : x * s;
-}
-
 API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, void *a_layout,
                        const void *b, void *b_layout, const void *beta, const void *c,
                        void *c_layout, void *d, void *d_layout, const void *algorithm,
@@ -170,11 +152,9 @@ API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, 
     }
     bool same = chosen.chosen == due.chosen && chosen.compute == due.compute &&
                 chosen.epilogue == due.epilogue && chosen.turned == due.turned &&
-                chosen.aux_leading == due.aux_leading &&
                 std::equal(chosen.sizes, chosen.sizes + 3, due.sizes);
     if (!same || !workspace || workspace_bytes < WORKSPACE) return INVALID_VALUE;
     char *bias = const_cast<char *>(what.place(BIAS_POINTER));
-    char *aux = const_cast<char *>(what.place(AUX_POINTER));
     double scale = load(alpha, FLOAT, 0), kept = load(beta, FLOAT, 0);
     submit(stream, [=] {
         memset(workspace, 0xFF, WORKSPACE);
@@ -193,15 +173,10 @@ API int cublasLtMatmul(void *, void *product, const void *alpha, const void *a, 
         multiply<float>(m, n, k, scale, A, B, 0, reinterpret_cast<char *>(sums.data()), FLOAT, m);
         for (int j = 0; j < n; ++j)
             for (int i = 0; i < m; ++i) {
-                size_t at = size_t(j) * out.leading + i, beside = size_t(j) * due.aux_leading + i;
+                size_t at = size_t(j) * out.leading + i;
                 double x = sums[size_t(j) * m + i];
                 if (kept) x += kept * load(c, type, at);
-                if (due.epilogue & BIAS) x += load(bias, type, i);
-                if (due.epilogue == GELU_AUX_BIAS) {
-                    store(aux, type, beside, x);
-                    x = gelu(x, false);
-                }
-                if (due.epilogue == DGELU) x *= gelu(load(aux, type, beside), true);
+                if (due.epilogue == BIAS) x += load(bias, type, i);
                 store(d, type, at, x);
             }
     });

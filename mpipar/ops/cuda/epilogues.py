@@ -1,8 +1,7 @@
-"""Products with an epilogue, which adds a bias or applies GELU before the result leaves the chip.
+"""Products with an epilogue: it adds a bias, or sums up rows, in the kernel of the product.
 
 cuBLASLt provides them; CuPy has no binding for it, so it is called through ctypes. What it refuses,
-such as a width that is not a multiple of 8, remains a product followed by a kernel. The library is
-the one that cuBLAS has loaded. Its GELU is the tanh form.
+remains a product followed by a kernel. The library is the one that cuBLAS has loaded.
 """
 
 import ctypes
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 from mpipar.ops.cuda.gemm import BlasGemm, checked, stored
 from mpipar.ops.signature import Array
 
-BIAS, GELU_AUX_BIAS, DGELU, BGRADA, BGRADB = 4, 164, 192, 256, 512  # cublasLtEpilogue_t
-TRANSA, TRANSB, EPILOGUE, BIAS_POINTER, AUX_POINTER, AUX_LD = 3, 4, 7, 8, 11, 12
+BIAS, BGRADA, BGRADB = 4, 256, 512  # cublasLtEpilogue_t
+TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttributes_t
 MAX_WORKSPACE, MIN_ALIGNMENT = 1, 5  # the alignments of A, B, C and D follow one another
 INVALID_VALUE = 7  # cublasStatus_t of a call that is wrong for any library
 MOST_WORKSPACE = 32 << 20  # bytes; what NVIDIA recommends for Hopper
@@ -80,35 +79,38 @@ class Epilogues:
             self._speaks = False
             warnings.warn(f"{why}: kernels after the product do it", stacklevel=2)
 
-    def __call__(
-        self,
-        epilogue: int,
-        a: Array,
-        b: Array,
-        out: Array,
-        *,
-        bias: Array | None = None,
-        added: Array | None = None,
-        aux: Array | None = None,
-    ) -> bool:
-        """Write epilogue(a b + added) to out (M, N); return whether the library can.
+    def with_bias(self, a: Array, b: Array, out: Array, bias: Array) -> bool:
+        """Write a b + bias to out; return whether the library can."""
+        return self._multiply(BIAS, a, b, out, bias, adds=False)
 
-        a (M, K), b (K, N), bias (N,), added (M, N) stored like out, aux (M, N) without gaps. bias:
-        or the sums that BGRADA writes. aux: what GELU is applied to, written or read.
+    def with_sums(self, a: Array, b: Array, out: Array, sums: Array) -> bool:
+        """Add a b to out, and write the sum of the rows of b to sums; else return False.
+
+        For the library b is the first operand, or the second if out is stored as its transpose.
+        """
+        assert (sums.shape, sums.dtype) == ((out.shape[1],), out.dtype), (sums.shape, out.shape)
+        epilogue = BGRADB if stored(out)[0] else BGRADA
+        a, b, out = checked(a, b, out)
+        return self._multiply(epilogue, a, b, out, sums, adds=True)
+
+    def _multiply(
+        self, epilogue: int, a: Array, b: Array, out: Array, row: Array, *, adds: bool
+    ) -> bool:
+        """Write a b, with an epilogue, to out (M, N), or add it; return whether the library can.
+
+        a (M, K), b (K, N). row (N,): the bias or, written, the sums.
         """
         if isinstance(self._library, OSError) or not out.size:
             return False
-        added_at = out.data.ptr if added is None else added.data.ptr
-        places = [b.data.ptr, a.data.ptr, added_at, out.data.ptr]
-        more = [0 if x is None else x.data.ptr for x in (bias, aux)]
-        aligned = tuple([min(MOST_ALIGNMENT, place & -place) for place in (*places, *more)])
+        places = [b.data.ptr, a.data.ptr, out.data.ptr, out.data.ptr]
+        aligned = tuple([min(MOST_ALIGNMENT, at & -at) for at in (*places, row.data.ptr)])
         key = (epilogue, a.shape, b.shape, *map(stored, (a, b, out)), a.dtype, out.dtype, aligned)
         if key not in self._plans:
-            self._plans[key] = self._plan(epilogue, a, b, out, more, aligned)
+            self._plans[key] = self._plan(epilogue, a, b, out, row, aligned)
         plan = self._plans[key]
         if plan is None:
             return False
-        self._point(plan.product, more)
+        self._point(plan.product, row)
         need = plan.found.workspace
         if self._workspace.size < need:  # only the computing stream uses it
             self._workspace = self._xp.empty((need,), "uint8")
@@ -123,7 +125,7 @@ class Epilogues:
             left,
             places[1],
             right,
-            zero if added is None else one,
+            one if adds else zero,
             places[2],
             result,
             places[3],
@@ -135,23 +137,13 @@ class Epilogues:
         )
         return True
 
-    def with_sums(self, a: Array, b: Array, out: Array, sums: Array) -> bool:
-        """Add a b to out, and write the sum of the rows of b to sums; else return False.
-
-        For the library b is the first operand, or the second if out is stored as its transpose.
-        """
-        assert (sums.shape, sums.dtype) == ((out.shape[1],), out.dtype), (sums.shape, out.shape)
-        epilogue = BGRADB if stored(out)[0] else BGRADA
-        a, b, out = checked(a, b, out)
-        return self(epilogue, a, b, out, bias=sums, added=out)
-
     def _plan(
         self,
         epilogue: int,
         a: Array,
         b: Array,
         out: Array,
-        more: list[int],
+        row: Array,
         aligned: tuple[int, ...],
     ) -> _Plan | None:
         """Return the library's plan, or None if it refuses.
@@ -166,8 +158,7 @@ class Epilogues:
         )
         for attribute, value in ((TRANSA, b_turned), (TRANSB, a_turned), (EPILOGUE, epilogue)):
             self._set(product, attribute, _I(value))
-        self._set(product, AUX_LD, ctypes.c_int64(columns))
-        self._point(product, more)
+        self._point(product, row)
         left, right, result = (
             self._made("cublasLtMatrixLayoutCreate", one, *shape, leading)
             for one, shape, leading in (
@@ -201,7 +192,7 @@ class Epilogues:
             ctypes.byref(found),
             ctypes.byref(count),
         )
-        assert status != INVALID_VALUE, (epilogue, a.shape, b.shape, more)
+        assert status != INVALID_VALUE, (epilogue, a.shape, b.shape)
         if status or not count.value:
             self._refuse(
                 f"cuBLASLt refuses epilogue {epilogue} of {name}, {out.shape} = "
@@ -210,11 +201,9 @@ class Epilogues:
             return None
         return _Plan(product, (left, right, result), found)
 
-    def _point(self, product: Any, more: list[int]) -> None:
-        """Set the addresses of the bias and of what GELU is applied to."""
-        for attribute, place in zip((BIAS_POINTER, AUX_POINTER), more, strict=True):
-            if place:
-                self._set(product, attribute, _P(place))
+    def _point(self, product: Any, row: Array) -> None:
+        """Set the address of the bias or of the sums."""
+        self._set(product, BIAS_POINTER, _P(row.data.ptr))
 
     def _set(self, product: Any, attribute: int, value: Any) -> None:
         self._call(

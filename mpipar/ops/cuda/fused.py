@@ -89,36 +89,12 @@ class Fused:
         self._elements("gelu.cu", by_type("gelu_forward", x.dtype.name), x.size, x, y)
         return y
 
-    def bias_gelu_forward(self, x: Array, b: Array) -> Array:
-        """Add b (D,) to x (..., D) in place and return GELU of the sum."""
-        assert (x.shape[-1:], x.dtype) == (b.shape, b.dtype), (x.shape, b.shape)
-        y = self._xp.empty(x.shape, x.dtype)
-        self._warps("gelu.cu", "bias_gelu_forward", x, self._whole(b), self._in_place(x), y)
-        return y
-
     def gelu_backward_input(self, dy: Array, x: Array) -> Array:
         """Return dx = dy GELU'(x)."""
         assert (dy.shape, dy.dtype) == (x.shape, x.dtype), (dy.shape, x.shape)
         dy, x, dx = self._whole(dy), self._whole(x), self._xp.empty(x.shape, x.dtype)
         self._elements("gelu.cu", by_type("gelu_backward", x.dtype.name), x.size, dy, x, dx)
         return dx
-
-    def bias_forward(self, y: Array, b: Array, residual: Array | None = None) -> Array:
-        """Add b (D,), and residual (..., D) if given, to y (..., D) in place and return y."""
-        if residual is None:
-            y += b
-            return y
-        assert (y.shape, y.shape[-1:]) == (residual.shape, b.shape), (y.shape, b.shape)
-        assert y.dtype == residual.dtype == b.dtype, (y.dtype, residual.dtype, b.dtype)
-        self._warps(
-            "residual.cu",
-            "bias_residual_forward",
-            y,
-            self._whole(b),
-            self._whole(residual),
-            self._in_place(y),
-        )
-        return y
 
     # SwiGLU and rotary positions.
 
@@ -210,10 +186,10 @@ class Fused:
         return y, mean, rstd
 
     def layernorm_backward_input(
-        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, residual: Array | None = None
+        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array
     ) -> Array:
-        """Return dx (..., D), plus residual if there is one."""
-        return self._norm_backward("layernorm_backward", dy, x, w, mean, rstd, residual=residual)
+        """Return dx (..., D)."""
+        return self._norm_backward("layernorm_backward", dy, x, w, mean, rstd)
 
     def layernorm_backward_weight(
         self, dy: Array, x: Array, mean: Array, rstd: Array, dw: Array, db: Array
@@ -229,11 +205,9 @@ class Fused:
         self._warps("norm.cu", "rmsnorm_forward", x, self._whole(x), w, float(eps), y, rstd)
         return y, rstd
 
-    def rmsnorm_backward_input(
-        self, dy: Array, x: Array, w: Array, rstd: Array, residual: Array | None = None
-    ) -> Array:
-        """Return dx (..., D), plus residual if there is one."""
-        return self._norm_backward("rmsnorm_backward", dy, x, w, rstd, residual=residual)
+    def rmsnorm_backward_input(self, dy: Array, x: Array, w: Array, rstd: Array) -> Array:
+        """Return dx (..., D)."""
+        return self._norm_backward("rmsnorm_backward", dy, x, w, rstd)
 
     def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
         """Add the sum of dy x rstd to dw (D,)."""
@@ -242,30 +216,11 @@ class Fused:
         self._slabs("norm.cu", by_type("rmsnorm_slabs", x.dtype.name), x, arguments, (dw,))
 
     def _norm_backward(
-        self,
-        kernel: str,
-        dy: Array,
-        x: Array,
-        w: Array,
-        *statistics: Array,
-        residual: Array | None = None,
+        self, kernel: str, dy: Array, x: Array, w: Array, *statistics: Array
     ) -> Array:
-        """Return dx (..., D), plus residual if there is one."""
-        dx, adds = self._xp.empty(x.shape, x.dtype), residual is not None
-        around = self._whole(residual) if adds else dx  # not read in that case
-        assert (around.shape, around.dtype) == (x.shape, x.dtype), (around.shape, x.shape)
-        self._warps(
-            "norm.cu",
-            kernel,
-            x,
-            self._whole(dy),
-            self._whole(x),
-            w,
-            *statistics,
-            int(adds),
-            around,
-            dx,
-        )
+        """Return dx (..., D)."""
+        dx = self._xp.empty(x.shape, x.dtype)
+        self._warps("norm.cu", kernel, x, self._whole(dy), self._whole(x), w, *statistics, dx)
         return dx
 
     def _results(self, x: Array, statistics: int) -> tuple[Array, ...]:

@@ -1,10 +1,9 @@
-// GELU, tanh form: y = 0.5 x (1 + tanh(u)), u = A x + B x^3 (arXiv 1606.08415), alone and with the
-// bias before it; and its gradient. It equals x s(2u) with the logistic function s, whose small
-// values keep their digits; 1 + tanh(u) would lose them.
+// GELU, tanh form: y = 0.5 x (1 + tanh(u)), u = A x + B x^3 (arXiv 1606.08415); and its gradient.
+// It equals x s(2u) with the logistic function s, whose small values keep their digits; 1 + tanh(u)
+// would lose them.
 //
-// All threads share the elements; with a bias, a warp takes a row. Bytes per element of s bytes:
-// gelu_forward 2s (read x, write y), gelu_backward 3s, bias_gelu_forward 3s where separate bias and
-// GELU move 4s. About 15 FLOPs each, that is 2 FLOP/byte in float32, 3 to 4 in 16 bits:
+// All threads share the elements. Bytes per element of s bytes: gelu_forward 2s (read x, write y),
+// gelu_backward 3s. About 15 FLOPs each, that is 2 FLOP/byte in float32, 3 to 4 in 16 bits:
 // memory-bound.
 #include "rows.cuh"
 
@@ -29,21 +28,6 @@ gelu_forward(long long count, const T *x, T *y) {
     for_each_of_grid<WIDE<T>>(fits<WIDE<T>>(count, x, y), count, [&](auto at) {
         auto old = load(x, at);
         store(y, at, [&](int i) { return gelu(old[i]); });
-    });
-}
-
-// x (rows, columns) += bias (columns), rounded; y = GELU of that. The gradient needs the new x.
-template <typename T>
-__global__ void __launch_bounds__(32 * WARPS)
-bias_gelu_forward(int rows, int columns, const T *bias, T *x, T *y) {
-    int row = row_of_warp();
-    if (row >= rows) return;
-    x += size_t(row) * columns;
-    y += size_t(row) * columns;
-    for_each_of_warp<WIDE<T>>(fits<WIDE<T>>(columns, bias, x, y), columns, [&](auto at) {
-        auto old = load(x, at), b = load(bias, at);
-        auto sum = store(x, at, [&](int i) { return old[i] + b[i]; });
-        store(y, at, [&](int i) { return gelu(sum[i]); });
     });
 }
 

@@ -69,16 +69,15 @@ rmsnorm_forward(int rows, int columns, const T *x, const T *w, float eps, T *y, 
     if (threadIdx.x == 0) rstd[row] = scale;
 }
 
-// dx = residual + scale (g - mean(g) - xhat mean(g xhat)), the residual only if `adds`, with g = dy
-// w, xhat = (x - mu) scale; RMSNorm does not centre: mu = 0, and mean(g) is left out of dx.
+// dx = scale (g - mean(g) - xhat mean(g xhat)), with g = dy w, xhat = (x - mu) scale; RMSNorm does
+// not centre: mu = 0, and mean(g) is left out of dx.
 template <bool Centered, typename T>
 __device__ inline void backward_row(int row, int columns, const T *dy, const T *x, const T *w,
-                                    float mu, float scale, int adds, const T *residual, T *dx) {
+                                    float mu, float scale, T *dx) {
     dy += size_t(row) * columns;
     x += size_t(row) * columns;
-    residual += size_t(row) * columns;
     dx += size_t(row) * columns;
-    bool wide = fits<WIDE<T>>(columns, dy, x, w, residual, dx);
+    bool wide = fits<WIDE<T>>(columns, dy, x, w, dx);
     float level = 0.0f;
     float slope = row_sum<WIDE<T>>(wide, columns, [&](auto at) {
         auto d = load(dy, at), in = load(x, at), factor = load(w, at);
@@ -88,10 +87,9 @@ __device__ inline void backward_row(int row, int columns, const T *dy, const T *
     if (Centered) level = warp_sum(level) / columns;
     for_each_of_warp<WIDE<T>>(wide, columns, [&](auto at) {
         auto d = load(dy, at), in = load(x, at), factor = load(w, at);
-        auto around = adds ? load(residual, at) : each(at, [](int) { return 0.0f; });
         store(dx, at, [&](int i) {
             float xhat = (in[i] - mu) * scale;
-            return around[i] + scale * (d[i] * factor[i] - level - xhat * slope);
+            return scale * (d[i] * factor[i] - level - xhat * slope);
         });
     });
 }
@@ -99,19 +97,17 @@ __device__ inline void backward_row(int row, int columns, const T *dy, const T *
 template <typename T>
 __global__ void __launch_bounds__(32 * WARPS)
 layernorm_backward(int rows, int columns, const T *dy, const T *x, const T *w, const float *mean,
-                   const float *rstd, int adds, const T *residual, T *dx) {
+                   const float *rstd, T *dx) {
     int row = row_of_warp();
-    if (row < rows)
-        backward_row<true>(row, columns, dy, x, w, mean[row], rstd[row], adds, residual, dx);
+    if (row < rows) backward_row<true>(row, columns, dy, x, w, mean[row], rstd[row], dx);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(32 * WARPS)
 rmsnorm_backward(int rows, int columns, const T *dy, const T *x, const T *w, const float *rstd,
-                 int adds, const T *residual, T *dx) {
+                 T *dx) {
     int row = row_of_warp();
-    if (row < rows)
-        backward_row<false>(row, columns, dy, x, w, 0.0f, rstd[row], adds, residual, dx);
+    if (row < rows) backward_row<false>(row, columns, dy, x, w, 0.0f, rstd[row], dx);
 }
 
 // dw += sum of dy xhat and db += sum of dy. partial (2, slabs, columns), done: columns.cuh.
