@@ -33,10 +33,9 @@ class Program:
     file.
 
     measure(args, session) -> Outcome, or the exit code if there is nothing to show. together, or
-    together(args): whether all ranks of a job measure. json: the help of --json, which None leaves
-    out. counts: see `add_counts`. add(parser): adds flags of other kinds. check(args, parser):
-    checks what was typed. takes_words: whether unknown words are collected in args.words. kept: a
-    file of the repository that --write writes, replacing --json.
+    together(args): whether all ranks of a job measure. counts: see `add_counts`. add(parser): adds
+    flags of other kinds. check(args, parser): checks what was typed. takes_words: whether unknown
+    words are collected in args.words.
     """
 
     def __init__(
@@ -46,33 +45,19 @@ class Program:
         measure: Callable[..., Outcome | int],
         *,
         together: Callable[..., bool] | bool = False,
-        json: str | None = "write the result to this file",
         add: Callable[[flags.Parser], Any] | None = None,
         check: Callable[..., None] | None = None,
         counts: Counts | None = None,
         takes_words: bool = False,
-        kept: str = "",
     ):
-        self.name = name if name.startswith("tests.") else f"bench.{name}"
+        self.name = name if name.startswith(("docs.", "tests.")) else f"bench.{name}"
         self.measure, self.together = measure, together
-        self.takes_words, self.kept = takes_words, kept
-        self.check, self.parser = (
-            check,
-            flags.Parser(prog=f"python -m {self.name}", description=doc),
-        )
+        self.check, self.takes_words = check, takes_words
+        self.parser = flags.Parser(prog=f"python -m {self.name}", description=doc)
         if add:
             add(self.parser)
         add_counts(self.parser, counts or {})
-        if kept:
-            self.parser.add_argument(
-                "--write",
-                dest="json",
-                action="store_const",
-                const=str(results.ROOT / kept),
-                help=f"write {kept}",
-            )
-        elif json:
-            self.parser.add_argument("--json", metavar="FILE", help=json)
+        self.parser.add_argument("--json", metavar="FILE", help="write the result to this file")
 
     def parse(self, argv: list[str]) -> Any:
         """Return the flags. Raises UsageError."""
@@ -99,7 +84,7 @@ class Program:
         together = self.together(args) if callable(self.together) else self.together
         if together:
             session.start()
-        results.check_writable(vars(args).get("json"), session if together else None)
+        results.check_writable(args.json, session if together else None)
         found = self.measure(args, session)
         if isinstance(found, int):
             return found

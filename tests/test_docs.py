@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 from helpers import REPOSITORY
 
-from bench import reading_path, results
-from bench.kernels import floors
+from bench.kernels.floors import counted
 from docs.build import __main__ as program
-from docs.build import commands, measured, pages, pictures
+from docs.build import commands, floors, measured, pages, pictures, places, reading_path
 from docs.build.blocks import PageError, blocks_of, update
 from mpipar.errors import DataError
 from mpipar.study.explain.predict import predict
@@ -45,12 +44,12 @@ def test_results_name_functions_that_exist():
     assert len(files) > 30
     for file in files:
         text = file.read_text()
-        assert not results.LINE.findall(text), file
-        assert results.unknown_places(text) == [], file
+        assert not places.LINE.findall(text), file
+        assert places.unknown_places(text) == [], file
 
 
 def test_the_path_of_a_step_is_as_long_as_the_pages_say():
-    """Run bench.reading_path again when the files that a step opens have changed much."""
+    """Run docs.build.reading_path again when the files that a step opens have changed much."""
     result = json.loads((REPOSITORY / "bench/results/reading_path.json").read_text())
     counted, before = result["rows"][-2:]
     assert (counted["stop"], before["stop"]) == (reading_path.STEP, reading_path.CONSTRUCTION)
@@ -165,7 +164,7 @@ def test_what_a_step_moves_and_computes_follows_from_its_shapes():
         "--preset gpt2 --layers 2 --d-model 24 --heads 3 --seq-len 8 --vocab-size 640"
         " --batch-size 4 --num-microbatches 2 --dtype bfloat16 --device cuda"
     ).split()
-    config, found = floors.counted(words)
+    config, found = counted(words)
     rows, width, item = 4 * 8, 24, 2
     norms, microbatches = 2 * 2 + 1, 2
     assert found["layernorm_backward_weight"] == {

@@ -8,6 +8,7 @@ a whole block, so it is valid but does not help. Only cutting the layers themsel
 
 from __future__ import annotations
 
+import re
 import statistics
 import tempfile
 from collections import Counter
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from bench.claims.computed import configure, layout_name
-from bench.results import by_function
 from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.facts import broadcast_text, gather_facts
@@ -209,6 +209,7 @@ def exchanged(trace) -> dict[str, float]:
 
 TOO_LARGE = {"layers": 2, "d_model": 256, "heads": 8, "seq_len": 16, "ffn": 32768}
 LIMIT_MIB = 190
+PLACE = re.compile(r" \(mpipar/\S+:\d+\)")  # in the sources, of a tensor
 LIMITED = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}]
 
 
@@ -226,7 +227,7 @@ def attempt(config, world) -> str:
                 trained.step(step)
             trained.worker.close()
     except OutOfMemory as error:
-        return by_function(error.problems[0].partition(", but")[0])
+        return PLACE.sub("", error.problems[0].partition(", but")[0])
     return "trains"
 
 

@@ -16,9 +16,9 @@ import time
 from pathlib import Path
 
 from bench import results
-from bench.results import by_function
 from docs.build.blocks import Block
 from docs.build.commands import Workplace, console
+from docs.build.places import by_function
 from mpipar.comm.record import PASSES
 from mpipar.errors import DataError
 from mpipar.pipeline.instructions import parts

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench import results
-from bench.kernels.floors import floors
 from docs.build.blocks import Block
+from docs.build.floors import floors
 from mpipar import errors
 
 
@@ -71,7 +71,7 @@ def cell(value) -> str:
 
 
 def reading_path(root: Path) -> dict:
-    """Return the result of bench.reading_path."""
+    """Return the result of docs.build.reading_path."""
     return json.loads((root / "bench" / "results" / "reading_path.json").read_text())
 
 

@@ -1,6 +1,6 @@
 """Counts files and lines to open for one default training step, and the lines that it runs.
 
-    mpiexec -n 4 python -m bench.reading_path [--json bench/results/reading_path.json]
+    mpiexec -n 4 python -m docs.build.reading_path [--json bench/results/reading_path.json]
 
 Every rank takes one step of the default layout under a profile hook. A file is opened if any of its
 functions ran on any rank. The lines that run are those of these functions, including their comments
@@ -153,4 +153,4 @@ def lines_of(path: str) -> int:
     return len((results.ROOT / path).read_text(encoding="utf-8").splitlines())
 
 
-main = Program("reading_path", __doc__, count, together=True).started(__name__)
+main = Program("docs.build.reading_path", __doc__, count, together=True).started(__name__)
