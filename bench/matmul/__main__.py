@@ -4,7 +4,7 @@
 
 A row is one cut of y (T, N) = x (T, K) w (K, N). It times forward, input gradient and weight
 gradient: the median over the repetitions of the slowest rank. Before anything is timed, the results
-are compared with the product of one rank. The file keeps its rows of other numbers of ranks.
+are compared with the product of one rank.
 
 Columns: sent_MiB: bytes that one rank sends by the stated algorithms. blocks_MiB: its blocks of x,
 w, y and their gradients. beside_MiB: the most that the cut needs in addition to the blocks.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from pathlib import Path
 
 import numpy as np
 
@@ -25,8 +24,7 @@ from bench.program import Outcome, Program
 from mpipar import ops as ops_module
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
-from mpipar.errors import EXIT_CHECK_FAILED, DataError
-from mpipar.files.bounded import read_json
+from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.trace.flight import flight_ns
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-12}  # of the largest entry
@@ -116,30 +114,10 @@ def row(case, num_ranks, facts) -> dict:
     }
 
 
-def former(path: str, sizes: Sizes, num_ranks: int) -> list[dict]:
-    """Return the file's rows for the same product on other numbers of ranks.
-
-    Raises DataError if the file holds something else, which would be lost.
-    """
-    if not Path(path).is_file():
-        return []
-    try:
-        found = read_json(path, most_bytes=64 << 20)
-        same = all(found["machine"].get(name) == value for name, value in sizes._asdict().items())
-        return [one for one in found["rows"] if one["ranks"] != num_ranks] if same else []
-    except (DataError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(
-            f"--json {path}: exists and is not a file of bench.matmul --json; name another"
-        ) from error
-
-
 def measure(args, session) -> Outcome | int:
     """Measure every cut that these ranks allow; code 1 if one computes something else."""
     world, sizes = session.world, Sizes(1, args.tokens, args.inner, args.outer)
-    rows = session.agree(
-        lambda: former(args.json, sizes, world.size) if args.json and world.rank == 0 else []
-    )
-    full = whole(sizes, args.dtype)
+    rows, full = [], whole(sizes, args.dtype)
     for case in cases(world.size):
         fact = measure_product(case, sizes, args.dtype, args.repeats, world, full)
         facts = gather_facts(world, fact)
@@ -152,7 +130,6 @@ def measure(args, session) -> Outcome | int:
             return EXIT_CHECK_FAILED
         if facts is not None:
             rows.append(row(case, world.size, facts))
-    rows.sort(key=lambda one: one["ranks"])
     return 0 if world.rank else Outcome(rows, sizes._asdict() | {"dtype": args.dtype})
 
 
@@ -167,6 +144,5 @@ main = Program(
         "--outer": (1024, "columns N of w"),
         "--repeats": (7, "repetitions"),
     },
-    json="write the rows to this file; it keeps those of other rank counts",
     add=lambda parser: parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="float32"),
 ).started(__name__)
