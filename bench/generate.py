@@ -1,8 +1,7 @@
-"""Times text generation: with and without a cache, over layouts, compared with transformers.
+"""Times text generation on one rank: with and without a cache, compared with transformers.
 
-    python -m bench.generate                              # one rank beside transformers
+    python -m bench.generate                              # beside transformers
     python -m bench.generate --contexts 64 256 1000       # with a cache and without it
-    mpiexec -n 2 python -m bench.generate --presets llama-15m    # layouts of two ranks
 
 The weights are random, and the same for every side. All sides take the likeliest token, so that
 each text has --new-tokens. Before anything is timed, transformers reads mpipar's texts: no other
@@ -19,7 +18,6 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -39,9 +37,9 @@ from mpipar.data.rows import Batch
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.inference.generate import Text, generate
 from mpipar.inference.sampling import Sampling
+from mpipar.job.one_rank import OneRank
 from mpipar.ops import make
 
-LAYOUTS = ("tp", "pp", "dp")
 TOLERANCE = 1e-4  # of the largest logit: how much likelier another token may be
 SINGLE_TOKENS = 3  # that are timed without a cache
 
@@ -77,23 +75,12 @@ class WrongTextError(UserError):
 
 
 class OurSide:
-    """mpipar's generation on this rank. Comm: all ranks build it and call it together."""
+    """mpipar's own generation."""
 
-    def __init__(self, preset, layout, world, kernels="numpy"):
-        grid = dict.fromkeys(("dp", "pp", "tp"), 1) | layout
-        self.config, _ = resolve(
-            build(
-                grid
-                | {
-                    "preset": preset,
-                    "num_microbatches": grid["pp"],
-                    "optimizer": "sgd",
-                    "batch_size": grid["dp"] * grid["pp"],
-                }
-            ),
-            world.size,
-        )
-        self.worker = worker_of(self.config, world, make("cpu", "float32", kernels=kernels))
+    def __init__(self, preset, kernels="numpy"):
+        self.config, _ = resolve(build({"preset": preset, "optimizer": "sgd"}), 1)
+        ops = make("cpu", "float32", kernels=kernels)
+        self.worker = worker_of(self.config, OneRank("none is needed"), ops)
 
     def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
         """Return (seconds of each round, all tokens of each row)."""
@@ -131,14 +118,13 @@ class TheirSide:
         """Return ([seconds of the whole], all tokens of each row)."""
         ids = self.torch.tensor(prompts)
         start = time.perf_counter()
-        with self.torch.no_grad():
-            found = self.model.generate(
-                ids,
-                attention_mask=self.torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=new_tokens,
-                pad_token_id=0,
-            )
+        found = self.model.generate(
+            ids,
+            attention_mask=self.torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
+        )
         return [time.perf_counter() - start], found.tolist()
 
     def disagreement(self, rows, first: int) -> float:
@@ -153,89 +139,64 @@ class TheirSide:
 
 
 def random_prompts(config, count, length):
-    """Return prompts of random tokens, the same on every rank."""
+    """Return prompts of random tokens."""
     rng = np.random.default_rng(0)
     return rng.integers(0, config.model.vocab_size, (count, length)).tolist()
 
 
-def measure(preset, sides, prompts, args, world) -> dict[str, list[list[float]]]:
-    """Return {name of a side: seconds of its rounds, for each repetition}, without the first one.
-
-    Comm: a barrier before each, and the sides' own.
-    """
+def measure(sides, prompts, args) -> dict[str, list[list[float]]]:
+    """Return {name of a side: seconds of its rounds, for each repetition but the first}."""
     found = {name: [] for name in sides}
-    for repetition in range(args.repeats + 1):
-        if world.rank == 0:
-            print(
-                f"{preset}, batch {len(prompts)}: "
-                f"{f'repetition {repetition} of {args.repeats}' if repetition else 'warm-up'}",
-                file=sys.stderr,
-                flush=True,
-            )
+    for _ in range(args.repeats + 1):
         for name, side in sides.items():
-            world.Barrier()
             found[name].append(side.run(prompts, args.new_tokens)[0])
     return {name: runs[1:] for name, runs in found.items()}
 
 
-def rows(preset, found, batch_size, args) -> list[dict]:
-    """Return the result of a model and a batch size as rows."""
-    totals = {name: statistics.median(map(sum, runs)) for name, runs in found.items()}
-    theirs = totals.get("transformers")
-    made = []
-    for name, runs in found.items():
-        known = len(runs[0]) > 1
-        row = {
-            "model": preset,
-            "side": name,
-            "batch_size": batch_size,
-            "first_ms": statistics.median(run[0] for run in runs) * 1e3 if known else "",
-            "next_ms": statistics.median(second for run in runs for second in run[1:]) * 1e3
-            if known
-            else "",
-            "tokens_per_s": batch_size * args.new_tokens / totals[name],
-        }
-        made.append(row | ({} if theirs is None else {"over_transformers": theirs / totals[name]}))
-    return made
-
-
-def our_sides(preset, world) -> dict[str, OurSide]:
-    """Return one side per layout on several ranks, one per set of kernels on a single rank."""
-    if world.size > 1:
-        return {
-            f"mpipar {axis} {world.size}": OurSide(preset, {axis: world.size}, world)
-            for axis in LAYOUTS
-        }
+def row(preset, name, batch_size, new_tokens, runs) -> dict:
+    """Return the result of a side; transformers does not tell its rounds apart."""
+    total = statistics.median(map(sum, runs))
+    later = [1e3 * second for run in runs for second in run[1:]]
     return {
-        f"mpipar {kernels}": OurSide(preset, {}, world, kernels)
-        for kernels in ("numpy", "numba")
-        if kernels == "numpy" or importlib.util.find_spec("numba")
+        "model": preset,
+        "side": name,
+        "batch_size": batch_size,
+        "first_ms": 1e3 * statistics.median(run[0] for run in runs) if later else "",
+        "next_ms": statistics.median(later) if later else "",
+        "tokens_per_s": batch_size * new_tokens / total,
     }
 
 
-def over_sides(preset, args, world) -> list[dict]:
+def over_sides(preset, args) -> list[dict]:
     """Return a row for each side and batch size of one model. Raises WrongTextError."""
-    ours, theirs, made = our_sides(preset, world), {}, []
-    first = next(iter(ours.values()))
-    if world.size == 1 and importlib.util.find_spec("transformers"):
+    kernels = ["numpy", *["numba"] * bool(importlib.util.find_spec("numba"))]
+    ours = {f"mpipar {one}": OurSide(preset, one) for one in kernels}
+    first, theirs, made = ours["mpipar numpy"], {}, []
+    if importlib.util.find_spec("transformers"):
         theirs["transformers"] = TheirSide(first, args.threads)
     for batch_size in args.batch_sizes:
         prompts = random_prompts(first.config, batch_size, args.prompt_tokens)
         for name, side in ours.items() if theirs else ():
-            wrong = theirs["transformers"].disagreement(
-                side.run(prompts, args.new_tokens)[1], args.prompt_tokens
-            )
+            texts = side.run(prompts, args.new_tokens)[1]
+            wrong = theirs["transformers"].disagreement(texts, args.prompt_tokens)
             if not wrong <= TOLERANCE:
                 raise WrongTextError(
                     f"not timed: {preset}, {name}: another token is likelier by {wrong:.1e}"
                 )
-        made += rows(preset, measure(preset, ours | theirs, prompts, args, world), batch_size, args)
+        found = measure(ours | theirs, prompts, args)
+        rows = [
+            row(preset, name, batch_size, args.new_tokens, runs) for name, runs in found.items()
+        ]
+        if theirs:
+            for one in rows:
+                one["over_transformers"] = one["tokens_per_s"] / rows[-1]["tokens_per_s"]
+        made += rows
     return made
 
 
-def over_contexts(preset, args, world) -> list[dict]:
+def over_contexts(preset, args) -> list[dict]:
     """Return a row for each length of a text: one token with a cache and without."""
-    side, made = OurSide(preset, {}, world), []
+    side, made = OurSide(preset), []
     for length in (one for one in args.contexts if one <= side.config.model.seq_len):
         prompt = random_prompts(side.config, 1, length)[0]
         few = SINGLE_TOKENS * args.repeats
@@ -254,34 +215,25 @@ def over_contexts(preset, args, world) -> list[dict]:
     return made
 
 
-def measure_all(args, session) -> Outcome | int:
-    """Measure on all ranks."""
-    world = session.world
+def measure_all(args, session) -> Outcome:
+    """Measure all models."""
     table = over_contexts if args.contexts else over_sides
     with threadpool_limits(args.threads):
-        made = [row for preset in args.presets for row in table(preset, args, world)]
-    facts = {
-        name: getattr(args, name) for name in ("threads", "prompt_tokens", "new_tokens", "repeats")
-    }
-    return (
-        0
-        if world.rank
-        else Outcome(
-            made, {"ranks": world.size} | facts | results.versions("torch", "transformers", "numba")
-        )
-    )
+        made = [row for preset in args.presets for row in table(preset, args)]
+    names = ("threads", "prompt_tokens", "new_tokens", "repeats")
+    facts = {name: getattr(args, name) for name in names}
+    return Outcome(made, facts | results.versions("torch", "transformers", "numba"))
 
 
 main = Program(
     "generate",
     __doc__,
     measure_all,
-    together=True,
     add=add_flags,
     counts={
         "--prompt-tokens": (128, "tokens of each prompt"),
         "--new-tokens": (128, "tokens added to each prompt"),
         "--repeats": (5, "repetitions"),
-        "--threads": (1, "threads of each rank"),
+        "--threads": (1, "threads"),
     },
 ).started(__name__)
