@@ -3,14 +3,15 @@
     python -m bench.calibrate --out here.toml                # a core or a GPU
     mpiexec -n 4 python -m bench.calibrate --out here.toml   # and the links between the ranks
 
-Measured are matmuls, attention and a memory copy on one rank while the others do the same, and
-all-reduces inside a host and over all ranks, through mpipar.comm. Every figure is the best of some
-rounds: a sheet describes the undisturbed machine. Memory and peak rates cannot be measured: they
-are those of this host, and of the fastest matmul.
+Measured are matmuls, attention and a memory copy on one rank while the others do the same, each the
+best of some rounds, because a sheet describes the undisturbed machine; and all-reduces inside each
+host and between hosts, as `mpipar net --sheet` measures them. Memory and peak rates cannot be
+measured: they are those of this host, and of the fastest matmul.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -20,15 +21,15 @@ from bench import results
 from bench.program import Outcome, Program
 from bench.timing import seconds_of
 from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid
-from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
-from mpipar.errors import UsageError
-from mpipar.plan.machine import GENERATIONS, NETWORK
+from mpipar.interconnect import files, job
+from mpipar.interconnect.arguments import Arguments
+from mpipar.plan.machine import GENERATIONS
 
 SIDES = (64, 128, 256, 512, 1024, 2048)  # of square matmuls
 TOKENS, HEADS, WIDTH = 512, 4, 64  # of attention
-COPY_BYTES, LARGE, ROUNDS = 1 << 26, 1 << 24, 7
+COPY_BYTES, ROUNDS = 1 << 26, 7
+SUMS = (8, 1 << 24)  # bytes of all-reduces
+GUESS = ((1, 1.0, 10.0), (0, 0.25, 40.0))  # joins, GB/s, us of links that were not measured
 
 
 def add_flags(parser) -> None:
@@ -85,62 +86,37 @@ def copy_gbytes(ops) -> float:
     return 2 * source.nbytes / seconds * 1e-9
 
 
-def link(comm, ops) -> tuple[float, float]:
-    """Return (GB/s that a ring moves through each rank one way, us of a short all-reduce)."""
-    found = []
-    for count in (2, LARGE // 4):
-        x = ops.zeros((count,), label="scratch")
-        found.append(best(lambda x=x: comm.all_reduce(x, "calibrate"), ops))
-    short, long = found
-    moved = 2 * (comm.size - 1) / comm.size * LARGE
-    return moved / max(long - short, 1e-9) * 1e-9, short * 1e6
+def sums(args, session) -> list[files.Row]:
+    """Return the rows of all-reduces inside each host and between hosts. Comm: these."""
+    if session.world is None or session.world.size == 1:
+        return []
+    transport = "staged" if args.device == "cuda" else "mpi-host"
+    words = Arguments(("all-reduce",), via="comm", transport=transport, sheet=args.out)
+    bench = job.Bench(session, words)
+    sections = [one for one in bench.sections if one.axis in ("host", "hosts")]
+    return [row for one in sections for row in bench.run(one, SUMS, math.inf)]
 
 
-def measured_links(ops, session) -> list[tuple[int, float, float]]:
-    """Return (devices joined, GB/s, us) of the links inside each host, and of those between hosts.
-
-    Across hosts, all ranks of a host share what was measured; see `Machine.collective`. Comm:
-    all_reduces inside each host and over all ranks. Raises UsageError.
-    """
-    world, found = session.world, []
-    if world is None:
-        return found
-    here = len(session.host_ranks)
-    if world.size % here:
-        raise UsageError(f"{world.size} ranks are not {here} on each host; start as many on each")
-    for joins, axis, sizes in (
-        (here, "tp", {"dp": world.size // here, "tp": here}),
-        (0, "dp", {"dp": world.size}),
-    ):
-        if sizes[axis] > (here if axis == "dp" else 1):
-            comms = Comms(Grid(world.rank, sizes), ops, Recorder(), world)
-            rate, latency = link(comms[axis], ops)
-            comms.close()
-            found.append((joins, rate if joins else rate / here / NETWORK, latency))
-    return found
-
-
-def measure(args, session) -> Outcome:
+def measure(args, session) -> Outcome | int:
     """Measure, and write the sheet."""
     ops = ops_module.make(args.device, args.dtype)
     figures = matmuls(ops) | {
         "attention_tflops": attention_tflops(ops),
         "hbm_gbytes_s": copy_gbytes(ops),
     }
-    links = measured_links(ops, session)
+    links = sums(args, session)
     if session.launcher.rank:
         return 0
     Path(args.out).write_text(sheet(args, figures, links, len(session.host_ranks or [0])))
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
-    for joins, rate, latency in links:
-        where = "inside a host" if joins else "between hosts"
-        rows += [{"figure": f"link {where}, GB/s", "value": rate}]
-        rows += [{"figure": f"link {where}, us", "value": latency}]
+    for one in links:
+        figure = f"all-reduce of {one['size_bytes']} bytes, {one['link']}, us"
+        rows.append({"figure": figure, "value": one["median_us"]})
     return Outcome(rows, end=f"{args.out}: a data sheet; mpipar plan MODEL --machine {args.out}")
 
 
-def sheet(args, figures: dict[str, float], links: list, here: int) -> str:
-    """Return the TOML text. links: (devices joined, GB/s, us) of each level that was measured."""
+def sheet(args, figures: dict[str, float], links: list[files.Row], here: int) -> str:
+    """Return the TOML text. here: ranks on this host."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / here / 2**30
     peak = figures["ceiling_tflops"] / 0.9
     lines = [
@@ -153,27 +129,14 @@ def sheet(args, figures: dict[str, float], links: list, here: int) -> str:
         "fused_attention = true",
         "peak_tflops = {"
         + ", ".join(f"{name} = {peak:.4g}" for name in ("bfloat16", "float16", "float32"))
-        + f", float64 = {peak / 2:.4g}}}",
+        + f", float64 = {peak / 2:.4g}}}\n",
     ]
-    if not links or links[0][0] == 0:  # one rank on a host
-        links = [(1, 1.0, 10.0), *links]
-    for one in links:
-        lines += level(*one)
-    joins, rate, latency = links[-1]
-    if joins:
-        lines += ["", "# beyond what was measured: a guess", *level(0, rate / 4, 4 * latency)[1:]]
-    return "\n".join(lines) + "\n"
-
-
-def level(joins: int, rate: float, latency: float) -> list[str]:
-    """Return the lines of a level of links."""
-    return [
-        "",
-        "[[links]]",
-        f"joins = {joins}",
-        f"gbytes_s = {rate:.4g}",
-        f"latency_us = {latency:.4g}",
-    ]
+    text = "\n".join(lines)
+    return (
+        files.sheet(text, links)
+        if links
+        else text + "".join(files.LINKS.format(*one) for one in GUESS)
+    )
 
 
 main = Program("calibrate", __doc__, measure, together=True, add=add_flags).started(__name__)
