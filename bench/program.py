@@ -83,8 +83,10 @@ class Program:
         args = self.parse(argv)
         together = self.together(args) if callable(self.together) else self.together
         if together:
-            session.start()
-        results.check_writable(args.json, session if together else None)
+            first = session.start().rank == 0
+            session.agree(lambda: results.check_writable(args.json if first else None))
+        else:
+            results.check_writable(args.json)
         found = self.measure(args, session)
         if isinstance(found, int):
             return found

@@ -15,6 +15,7 @@ import numpy as np
 
 from mpipar.console.tables import table
 from mpipar.errors import DataError, OutputError
+from mpipar.interconnect.files import write_text
 from mpipar.job.blas import processor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,27 +35,23 @@ def machine() -> dict:
     }
 
 
-def check_writable(path: str | None, session=None, flag: str = "--json") -> None:
-    """Before measuring, raise OutputError if `write` could not write the file that a flag names.
+def check_writable(path: str | None) -> None:
+    """Before measuring, raise OutputError if `write` could not write the file of --json.
 
-    path: None if nothing will be written. session: of a job that is already started; world rank 0
-    checks, and if it fails all ranks end together. The check leaves no trace. Comm:
-    `Session.agree`; every rank must call it.
+    path: None if nothing will be written. The check leaves no trace.
     """
-    if session is not None:
-        first = session.world.rank == 0
-        session.agree(lambda: check_writable(path if first else None, flag=flag))
-    elif path is not None:
-        place = Path(path)
-        try:
-            if stat.S_ISDIR(place.stat().st_mode):
-                raise OutputError(f"{flag} {path}: is a folder; name a file")
-        except FileNotFoundError:  # `write` makes missing folders
-            place = next(one for one in place.absolute().parents if one.exists())
-        except OSError as error:
-            raise OutputError(f"{flag} {path}: {error.strerror}") from error
-        if not os.access(place, os.W_OK):
-            raise OutputError(f"{flag} {path}: {place} cannot be written")
+    if path is None:
+        return
+    place = Path(path)
+    try:
+        if stat.S_ISDIR(place.stat().st_mode):
+            raise OutputError(f"--json {path}: is a folder; name a file")
+    except FileNotFoundError:  # `write` makes missing folders
+        place = next(one for one in place.absolute().parents if one.exists())
+    except OSError as error:
+        raise OutputError(f"--json {path}: {error.strerror}") from error
+    if not os.access(place, os.W_OK):
+        raise OutputError(f"--json {path}: {place} cannot be written")
 
 
 def write(
@@ -85,15 +82,6 @@ def one_row_a_line(value) -> str:
         parts = (f"{json.dumps(name)}: {one_row_a_line(one)}" for name, one in value.items())
         return "{\n" + ",\n".join(parts) + "\n}"
     return json.dumps(value)
-
-
-def write_text(path: str | Path, text: str) -> None:
-    """Write a file, and make the folders that it lacks. Raises OutputError."""
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutputError(f"{path}: {error.strerror}") from error
 
 
 def read(path: Path, bench: str) -> dict:

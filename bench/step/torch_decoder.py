@@ -6,6 +6,7 @@ fused function. Products of Llama are those of its modules: one for each of q, k
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -16,26 +17,30 @@ from mpipar.ops.array_ops import rope_table
 from mpipar.train.optim import learning_rate
 
 
+def own_name(name: str) -> str:
+    """Return the name that a weight has in a module."""
+    return name.replace(".", "_")
+
+
 class Part(torch.nn.Module):
     """Weights under the names of our parameters, in the type that the model computes in."""
 
     def __init__(self, config, weights: Mapping[str, torch.Tensor], dtype):
         super().__init__()
         self.model, self.dtype = config.model, dtype
-        self.places = {name: name.replace(".", "_") for name in weights}
         for name, w in weights.items():
-            self.register_parameter(self.places[name], torch.nn.Parameter(w))
+            self.register_parameter(own_name(name), torch.nn.Parameter(w))
 
-    def leaf(self, name):
-        """Return a weight as it is stored."""
-        return getattr(self, self.places[name])
+    def has(self, name):
+        """Return whether there is such a weight."""
+        return hasattr(self, own_name(name))
 
     def weight(self, name):
         """Return a weight in the model's type: the leaf itself if it has that type."""
-        return self.leaf(name).to(self.dtype)
+        return getattr(self, own_name(name)).to(self.dtype)
 
     def linear(self, x, name):
-        bias = self.weight(f"{name}.b") if f"{name}.b" in self.places else None
+        bias = self.weight(f"{name}.b") if self.has(f"{name}.b") else None
         return functional.linear(x, self.weight(f"{name}.w"), bias)
 
     def norm(self, x, name):
@@ -60,7 +65,7 @@ class Block(Part):
 
     def heads(self, x):
         """Return q (B, H, T, d), k and v (B, K, T, d) of x (B, T, D)."""
-        if "attn.qkv.w" in self.places:
+        if self.has("attn.qkv.w"):
             qkv = self.linear(x, "attn.qkv").view(*x.shape[:2], 3, self.model.heads, -1)
             return [qkv[:, :, i].transpose(1, 2) for i in range(3)]
         return [
@@ -116,7 +121,7 @@ class Decoder(Part):
         """Return the mean loss of the batch, a tensor of one element."""
         table = self.weight("embedding.tokens")
         x = functional.embedding(tokens, table)
-        if "embedding.positions" in self.places:
+        if self.has("embedding.positions"):
             x = x + self.weight("embedding.positions")[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x, angles, hidden)
@@ -152,7 +157,9 @@ class TorchDecoder:
         spread=None,
     ):
         self.config, self.device, self.loss_scale = config, device, loss_scale
-        self.read(batch)
+        self.tokens, self.targets = (
+            torch.from_numpy(x).to(device) for x in (batch.tokens, batch.targets)
+        )
         seq_len = batch.tokens.shape[1]
         self.hidden = torch.ones(seq_len, seq_len, dtype=torch.bool, device=device).triu(1)
         self.shapes = {name: w.shape for name, w in weights.items()}
@@ -192,16 +199,11 @@ class TorchDecoder:
     @property
     def leaves(self):
         """{our name: PyTorch's parameter}."""
-        found = {name: self.model.leaf(name) for name in self.model.places}
-        for index, block in enumerate(self.model.blocks):
-            found |= {f"block{index}.{name}": block.leaf(name) for name in block.places}
-        return found
-
-    def read(self, batch):
-        """Take the rows of the next step."""
-        self.tokens, self.targets = (
-            torch.from_numpy(x).to(self.device) for x in (batch.tokens, batch.targets)
-        )
+        places = {name: re.sub(r"^block(\d+)\.", r"blocks \1 ", name) for name in self.shapes}
+        return {
+            name: self.model.get_parameter(own_name(place).replace(" ", "."))
+            for name, place in places.items()
+        }
 
     @staticmethod
     def _is_product(name, ndim):
@@ -214,13 +216,11 @@ class TorchDecoder:
         if name.endswith(".b"):
             w = w.reshape(-1)
         elif self._is_product(name, w.ndim):
-            of_heads = name.endswith(".proj.w")  # its inputs are heads, others' outputs are
-            if self.config.model.rows == "out":
-                outputs = 1 if of_heads or w.ndim == 2 else w.ndim - 1
-                w = w.reshape(int(np.prod(w.shape[:outputs])), -1)
-            else:
-                inputs = w.ndim - 1 if of_heads else 1
-                w = w.reshape(int(np.prod(w.shape[:inputs])), -1).T
+            outputs_first = self.config.model.rows == "out"
+            # The inputs of a projection are heads, the outputs of others are.
+            first = 1 if name.endswith(".proj.w") == outputs_first else w.ndim - 1
+            w = w.reshape(int(np.prod(w.shape[:first])), -1)
+            w = w if outputs_first else w.T
         return np.ascontiguousarray(w)
 
     def _our_layout(self, name, x):
