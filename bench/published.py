@@ -1,6 +1,6 @@
 """The planner's errors on published training steps.
 
-    python -m bench.published [--worst N] [--out FOLDER]
+    python -m bench.published [--out FOLDER]
 
 For each source it prints the errors of step time, by the constants of the package and by constants
 fitted without this source, compared with one constant utilization (MFU) for the source. It also
@@ -252,7 +252,6 @@ def publishers(runs) -> list[dict]:
 def main() -> None:
     """Print the tables and write the files."""
     parser = argparse.ArgumentParser(prog="bench.published", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--worst", type=int, default=0, help="also print N runs of a source")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
     args = parser.parse_args()
     groups = by_group(published_runs())
@@ -266,11 +265,8 @@ def main() -> None:
         ("published_answers", answers(groups)),
         ("published_layouts", publishers(published_runs())),
     ):
-        print(f"{results.text_table(rows)}\n")
+        print(f"{results.markdown_table(rows)}\n")
         results.write(args.out / f"{name}.json", "bench.published", rows)
-    for title, runs in groups.items():
-        for run in sorted(runs, key=lambda run: -abs(run.error))[: args.worst]:
-            print(f"{title}: {run.row['id']} {run.row['model']} {run.error:+.1%} {run.layout}")
 
 
 if __name__ == "__main__":

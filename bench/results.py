@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from mpipar.console.tables import table
 from mpipar.errors import DataError, OutputError
 from mpipar.interconnect.files import write_text
 from mpipar.job.blas import processor
@@ -112,15 +111,6 @@ def text(value) -> str:
     if isinstance(value, float):
         return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value)
-
-
-def text_table(rows: list[dict], left: int = 1) -> str:
-    """Return the rows as columns of text under their names; cells that a row lacks are empty.
-
-    left: how many columns are left-aligned.
-    """
-    names = tuple(dict.fromkeys(name for row in rows for name in row))
-    return table([names, *(tuple(text(row.get(name, "")) for name in names) for row in rows)], left)
 
 
 def markdown_table(rows: list[dict]) -> str:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mpipar.plan.job import BY_NAME, STACKS, Layout, Shape, Stack, utilization
+from mpipar.plan.job import BY_NAME, STACKS, Layout, Shape, Stack
 from mpipar.plan.machine import Machine, load_machine
 from mpipar.plan.memory import GIB, fullest
-from mpipar.plan.model import Step, step_time
+from mpipar.plan.model import step_time
 
 OLD_START = 3.5  # of collectives before 2023: two tables of A100, for different versions of NCCL
 DATA = Path(__file__).parent / "data"
@@ -45,29 +45,14 @@ class Run(NamedTuple):
         return self.row["source"]
 
     @property
-    def step(self) -> Step:
-        """The step in closed form."""
-        return step_time(self.shape, self.layout, self.machine, self.stack)
-
-    @property
     def predicted(self) -> float:
         """Seconds of the step in closed form."""
-        return self.step.total
+        return step_time(self.shape, self.layout, self.machine, self.stack).total
 
     @property
     def error(self) -> float:
         """The predicted step over the measured one, minus one."""
         return self.predicted / self.seconds - 1
-
-    @property
-    def mfu(self) -> float:
-        """The measured step's share of the devices' peak, by the rule `model`."""
-        return utilization(
-            self.shape.step_flops(int(self.row["gbs"])),
-            self.seconds,
-            self.layout.ranks,
-            float(self.row["peak_tflops"]),
-        )
 
     @property
     def gib(self) -> float:
