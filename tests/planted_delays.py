@@ -19,8 +19,8 @@ from mpipar.models import unit_flops
 from mpipar.models.stage import stage_parts
 from mpipar.pipeline.instructions import lower, neighbours
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.trace.checks import LayerOperation
 from mpipar.trace.clock import CommonClock
+from mpipar.trace.contents import LayerOperation
 from mpipar.trace.trace_file import RankTrace, Trace, common_facts
 
 LAYERS = ("norm1", "attn.qkv", "attn.proj", "norm2", "ffn.up", "ffn.down")

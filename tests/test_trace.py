@@ -234,8 +234,7 @@ def with_head(change):
 
 
 @pytest.mark.parametrize(("name", "edit", "message"), [
-    ("rank-00001.jsonl", lambda texts: texts[0], r"not of rank 1 \(tp1\) in the layout"),
-    ("rank-00001.jsonl", with_head({"groups": {"tp": [1]}}), r"not of rank 1 \(tp1\)"),
+    ("rank-00001.jsonl", lambda texts: texts[0], "of rank 0: the files .* one run"),
     ("rank-00001.jsonl", with_head({"recording": "x"}), "must come from one run"),
     ("meta.json", lambda texts: re.sub('"recording": "[0-9a-f]+"', '"recording": "x"', texts[2]),
      "of another recording than rank-00000.jsonl, rank-00001.jsonl: .* must come from one run"),
@@ -247,7 +246,6 @@ def with_head(change):
     ("rank-00001.jsonl", lambda texts: "", "line 1: not a trace: is not JSON"),
     ("rank-00001.jsonl", lambda texts: texts[1].rsplit("\n", 4)[0] + "\n", r"\d+ lines of \d+"),
     ("meta.json", lambda texts: texts[2].replace('"owners"', '"x"'), "of a trace: it.clock has"),
-    ("meta.json", lambda texts: texts[2].replace('"tp": 2', '"tp": 1'), "of a trace: the layout"),
     ("meta.json", lambda texts: "{}", "trace schema None"),
 ])  # fmt: skip
 def test_files_that_are_broken_or_of_several_runs_are_refused(

@@ -11,8 +11,8 @@ from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.simulate import simulate
 from mpipar.trace import segments, trace_file, waits
-from mpipar.trace.checks import LayerOperation, Load
 from mpipar.trace.clock import CommonClock
+from mpipar.trace.contents import LayerOperation, Load
 from mpipar.trace.trace_file import RankTrace as Rank
 from mpipar.trace.trace_file import Trace, common_facts, schedule_json
 

@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import Record, Span
 from mpipar.console.series import lines_of
 from mpipar.console.tables import describe_stage
@@ -30,22 +29,21 @@ from mpipar.files.replace import replace_file
 from mpipar.files.text import brief, shown
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
-from mpipar.trace.checks import (
+from mpipar.trace.clock import CommonClock
+from mpipar.trace.contents import (
     LINES,
     LayerOperation,
     Load,
+    Meta,
     RankTrace,
     ScheduleFacts,
-    check_head,
-    check_meta,
+    entries,
 )
-from mpipar.trace.clock import CommonClock
 
 SCHEMA = 4
 METRICS = "metrics.jsonl"  # of a run folder
 META = "trace/meta.json"  # also there: what the files of all ranks have in common
 DONE = Record._fields.index("done_ns")
-LEAST_CORE_WAIT = 0.1  # of the traced time, to be reported
 
 MOST_META = 64 << 20  # bytes
 MOST_NAMED = 8  # files in a message
@@ -110,27 +108,16 @@ class Trace:
                 found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s)")
         return found
 
-    def shared_cores(self) -> list[str]:
-        """Return at most one remark on cores that ranks share, with each other or with others."""
-        if crowded := self.crowded():
-            why = (
-                "so ranks also wait for each other's core: the times show the order of the work,"
-                " not the speed of a machine with a core for each rank"
-            )
-            return [f"{', '.join(crowded)}, {why}"]
-        waited = max(rank.core_wait_ns / max(rank.end - rank.start, 1) for rank in self.ranks)
-        remark = (
-            f"ranks shared cores with other processes and waited up to {min(waited, 1):.0%}"
-            " of the time for one: the times are not those of an idle machine"
-        )
-        return [remark] if waited >= LEAST_CORE_WAIT else []
-
     def remarks(self) -> list[str]:
         """Return the caveats that a reader must know before trusting the numbers."""
         failed = not all(rank.complete for rank in self.ranks)
         alone = self.num_steps == 1 < len(self.ranks)
+        why = (
+            "so ranks also wait for each other's core: the times show the order of the work, not"
+            " the speed of a machine with a core for each rank"
+        )
         return [
-            *self.shared_cores(),
+            *[f"{', '.join(crowded)}, {why}" for crowded in [self.crowded()] if crowded],
             *["the run failed in the last step that is shown"] * failed,
             *["one step is traced: what is slow in every step shows only with several"] * alone,
         ]
@@ -238,32 +225,26 @@ def read(folder: str | Path) -> Trace:
         raise DataError(f"{folder}: no such run folder; {HOW_TO}")
     if not (folder / "trace").is_dir():
         raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
-    meta, clock, grids = _load(folder)
-    paths = [folder / rank_name(rank) for rank in range(len(grids))]
-    missing = [path.name for path in paths if not os.path.lexists(path)]
-    if missing:
-        more = ", ..." if len(missing) > MOST_NAMED else ""
+    meta = _read_meta(folder)
+    paths = [folder / rank_name(rank) for rank in range(meta["world_size"])]
+    if missing := [path for path in paths if not os.path.lexists(path)]:
         raise DataError(
-            f"{folder / 'trace'}: {', '.join(missing[:MOST_NAMED])}{more} missing of"
-            f" {len(paths)} ranks; {_why_missing(folder)}"
+            f"{folder / 'trace'}: {_names(missing)} missing of {len(paths)} ranks;"
+            f" {_why_missing(folder)}"
         )
-    read = [_read_head(folder, grid, len(meta["stages"])) for grid in grids]
+    read = [_read_head(folder, rank) for rank in range(len(paths))]
     ranks = [rank for rank, _ in read]
-    others = [
-        path.name
-        for path, rank in zip(paths, ranks, strict=True)
-        if rank.recording != meta["recording"]
-    ]
-    if others:
-        more = ", ..." if len(others) > MOST_NAMED else ""
+    if others := [
+        path for path, rank in zip(paths, ranks, strict=True) if rank.recording != meta["recording"]
+    ]:
         raise DataError(
-            f"{folder / META}: of another recording than {', '.join(others[:MOST_NAMED])}{more}:"
-            f" {MIXED}; {HOW_TO}"
+            f"{folder / META}: of another recording than {_names(others)}: {MIXED}; {HOW_TO}"
         )
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")
     with contradictions_are_data_errors(folder):
+        clock = CommonClock.from_json(meta["clock"])
         first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
         for path, (rank, lines) in zip(paths, read, strict=True):
             _fill(path, rank, lines, clock.since(first, rank.world_rank))
@@ -283,20 +264,19 @@ def _why_missing(folder: Path) -> str:
         )
 
 
-def _load(folder: Path) -> tuple[dict, CommonClock, list[Grid]]:
-    """Return meta.json, and from it the common clock and the place of each rank."""
+def _names(paths: list[Path]) -> str:
+    more = ", ..." if len(paths) > MOST_NAMED else ""
+    return ", ".join(path.name for path in paths[:MOST_NAMED]) + more
+
+
+def _read_meta(folder: Path) -> dict:
     value = read_json(META, cure=HOW_TO, most_bytes=MOST_META, root=folder)
     path = folder / META
-    _checked(path, value)
     try:
-        check_meta(value)
-        sizes = {axis: value["layout"][axis] for axis in AXES}
-        grids = [
-            Grid(rank, sizes, tuple(value["rank_order"])) for rank in range(value["world_size"])
-        ]
-        return value, CommonClock.from_json(value["clock"]), grids
+        entries(Meta, _checked(path, value))
     except ValueError as error:
         raise DataError(f"{path}: not of a trace: {brief(str(error), 300)}; {HOW_TO}") from None
+    return value
 
 
 def _checked(path: Path, head) -> dict:
@@ -308,13 +288,13 @@ def _checked(path: Path, head) -> dict:
     return head
 
 
-def _read_head(folder: Path, grid: Grid, num_stages: int) -> tuple[RankTrace, str]:
+def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, str]:
     """Return what the head of one rank's file says, and the text of its other lines."""
-    path = folder / rank_name(grid.world_rank)
+    path = folder / rank_name(world_rank)
     try:
-        with open_regular(rank_name(grid.world_rank), folder) as file:
+        with open_regular(rank_name(world_rank), folder) as file:
             head, _, lines = file.read().decode().partition("\n")
-        trace = check_head(_checked(path, parse_json(head)), num_stages, grid.world_size)
+        trace = entries(RankTrace, _checked(path, parse_json(head)))
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}, line 1: not a trace: {brief(str(error), 300)}") from None
     if (count := lines.count("\n")) != trace.lines:
@@ -323,34 +303,29 @@ def _read_head(folder: Path, grid: Grid, num_stages: int) -> tuple[RankTrace, st
         )
     if not trace.steps:
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
-    if trace.world_rank != grid.world_rank or any(
-        (trace.place.get(axis), trace.groups.get(axis)) != (grid.place(axis), grid.group(axis))
-        for axis in AXES
-    ):
-        raise DataError(
-            f"{path}: not of rank {grid.world_rank} ({grid.describe()}) in the layout"
-            f" of meta.json: {MIXED}"
-        )
+    if trace.world_rank != world_rank:
+        raise DataError(f"{path}: of rank {trace.world_rank}: {MIXED}")
     return trace, lines
 
 
 def _fill(path: Path, trace: RankTrace, lines: str, move: Callable[[int], int]) -> None:
     """Add what the lines after the head say to a rank's trace. move: translates its times."""
-    entries, values, end = trace.by_letter(), [], trace.end
+    lists, values, end = trace.by_letter(), [], trace.end
+    times = {
+        letter: [at for at, name in enumerate(kind._fields) if name.endswith("_ns")]
+        for letter, kind in LINES.items()
+    }
     try:
         if "\\" in lines:
             raise ValueError("an escape, which no line of a trace has")
         for letter, *values in decode_json(f"[{','.join(lines.splitlines())}]"):
-            kind, types, times = LINES[letter]
-            if (*map(type, values),) != types:
-                raise ValueError("not a line of a trace")
-            if kind is Record and not values[DONE]:  # the rank failed in it, or before its wait
-                values[DONE - 1 : DONE + 1] = values[DONE - 1] or end, end
-            for place in times:
-                values[place] = move(values[place])
-            if kind is Record:
+            if letter == "r":
+                if not values[DONE]:  # the rank failed in it, or before its wait
+                    values[DONE - 1 : DONE + 1] = values[DONE - 1] or end, end
                 values[-2:] = (trace.sites[site] for site in values[-2:])
-            entries[letter].append(kind(*values))
+            for at in times[letter]:
+                values[at] = move(values[at])
+            lists[letter].append(LINES[letter](*values))
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         what = f"{brief(str(error), 300)}: {shown(values)}"
         raise DataError(f"{path}: not a trace: {what}") from None

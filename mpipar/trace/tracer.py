@@ -7,7 +7,6 @@ import os
 import secrets
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from time import perf_counter_ns
 
 from mpipar.comm.facts import broadcast_text, gather_facts
@@ -15,19 +14,10 @@ from mpipar.comm.grid import AXES
 from mpipar.job.streams import warn
 from mpipar.models.decoder import ENTRY
 from mpipar.trace import trace_file
-from mpipar.trace.checks import Load
 from mpipar.trace.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
+from mpipar.trace.contents import Load
 
-SCHEDSTAT = Path("/proc/thread-self/schedstat")  # ns on a core, ns waiting for one, time slices
 SHORTEST_GC_NS = 100_000  # shorter collections are frequent and delay no rank
-
-
-def core_wait_ns() -> int:
-    """Return how long this thread was ready to run but had no core, in ns; 0 where unknown."""
-    try:
-        return int(SCHEDSTAT.read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
 
 
 class Tracer:
@@ -46,7 +36,6 @@ class Tracer:
         self.capacity = None
         self.owners: list[int] = []
         self.before: dict = {}
-        self.core_wait = 0
         self.recording = ""
         self.collecting = 0  # when the current garbage collection began
         self.written = self.lost = False
@@ -87,7 +76,6 @@ class Tracer:
         if self.timed_ops is not None:
             self.timed_ops.active = True
         gc.callbacks.append(self._collected)
-        self.core_wait = core_wait_ns()
         if self.worker.grid.world_rank == 0:  # so that the files of a run that fails can be read
             self._tried(self._write_meta)
 
@@ -160,7 +148,6 @@ class Tracer:
             "steps": self.steps,
             "complete": complete,
             "cores": sorted(os.sched_getaffinity(0)),
-            "core_wait_ns": core_wait_ns() - self.core_wait,
         }
         trace_file.write_rank(
             self.folder,
