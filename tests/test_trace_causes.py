@@ -114,11 +114,11 @@ def test_both_directions_of_a_link_are_the_same_work():
     """The other rank's 2.7 ms are as much in one direction as in both."""
     own, other, what = causes.Work(), causes.Work(), "transfer of block*.attn (cp)"
     for ranks, time in (((0, 1), 3000), ((1, 0), 2300)):
-        own["transfer", what][causes.Cause("transfer", ranks, what)] = time
-    other["transfer", what][causes.Cause("transfer", (1, 0), what)] = 2738
+        own.add("transfer", what, causes.Cause("transfer", ranks, what), time)
+    other.add("transfer", what, causes.Cause("transfer", (1, 0), what), 2738)
     found = own.more_than(other, 1000.0)
     assert sum(found.values()) == pytest.approx(1000)
-    assert [found[cause] for cause in own["transfer", what]] == pytest.approx([566, 434], abs=1)
+    assert [found[cause] for cause in own.parts["transfer", what]] == pytest.approx([566, 434], abs=1)
 
 
 @pytest.mark.parametrize("layout", [PP, DP + PP, PP + TP], ids=str)

@@ -63,55 +63,59 @@ class Cost:
     by_barrier: Counter = field(default_factory=Counter)
 
 
-class Work(defaultdict):
-    """What a rank did in a stretch of time: {(kind, detail): {cause: nanoseconds}}.
+class Work:
+    """What a rank did in a stretch of time.
 
-    Entries with the same kind and detail are comparable between ranks.
+    parts: {(kind, detail): {cause: nanoseconds}}; those with the same kind and detail are
+    comparable between ranks. totals: the nanoseconds by kind.
     """
 
     def __init__(self):
-        super().__init__(Counter)
+        self.parts: dict[tuple[str, str], dict[Cause, float]] = {}
+        self.totals: dict[str, float] = {}
 
-    def totals(self) -> Counter:
-        """Return the nanoseconds by kind."""
-        sums: Counter = Counter()
-        for (kind, _), causes in self.items():
-            sums[kind] += causes.total()
-        return sums
+    def add(self, kind: str, detail: str, cause: Cause, length: float) -> None:
+        """Add nanoseconds that the rank spent for a cause."""
+        part = self.parts.setdefault((kind, detail), {})
+        part[cause] = part.get(cause, 0) + length
+        self.totals[kind] = self.totals.get(kind, 0) + length
 
-    def more_than(self, other: Work, length: float) -> Counter:
+    def more_than(self, other: Work, length: float) -> dict[Cause, float]:
         """Return {cause: nanoseconds} of what exceeds `other`, scaled to `length` in total."""
-        theirs = other.totals()
-        extra = {kind: max(0, own - theirs[kind]) for kind, own in self.totals().items()}
+        extra = {kind: max(0, own - other.totals.get(kind, 0)) for kind, own in self.totals.items()}
         scale = length / max(sum(extra.values()), 1e-9)
-        found: Counter = Counter()
+        found: dict[Cause, float] = defaultdict(float)
         more = self._differences(other)
         for kind, time in extra.items():
-            parts = {cause: part for (of_kind, cause), part in more.items() if of_kind == kind}
+            parts = more[kind]
             if not any(parts.values()):  # more parts, though none is longer than its counterpart
-                parts = Counter()
-                for (of_kind, _), causes in self.items():
-                    parts.update(causes if of_kind == kind else {})
+                parts = defaultdict(float)
+                for (of_kind, _), causes in self.parts.items():
+                    for cause, part in causes.items() if of_kind == kind else ():
+                        parts[cause] += part
             total = sum(parts.values())
             for cause, part in parts.items():
                 found[cause] += time * scale * part / total if part else 0
         return found
 
-    def _differences(self, other: Work) -> dict:
-        """Return {(kind, cause): nanoseconds by which the same or similar work is exceeded}."""
-        found = {}
-        for key, causes in self.items():
-            same = Counter()
-            for cause, time in other.get(key, {}).items():
-                same[cause.what] += time
-            like = same.total() / max(len(same), 1)  # such as another stage's layer
-            here = Counter()  # causes that do the same, such as both directions of a link
-            for cause, time in causes.items():
-                here[cause.what] += time
+    def _differences(self, other: Work) -> dict[str, dict[Cause, float]]:
+        """Return {kind: {cause: nanoseconds by which the same or similar work is exceeded}}."""
+        found: dict[str, dict[Cause, float]] = defaultdict(dict)
+        for key, causes in self.parts.items():
+            same = _by_words(other.parts.get(key, {}))
+            like = sum(same.values()) / max(len(same), 1)  # such as another stage's layer
+            here = _by_words(causes)  # causes that do the same, such as both directions of a link
             for cause, time in causes.items():
                 usual = same.get(cause.what, like) * time / max(here[cause.what], 1)
-                found[key[0], cause] = max(0, time - usual)
+                found[key[0]][cause] = max(0, time - usual)
         return found
+
+
+def _by_words(causes: dict[Cause, float]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for cause, time in causes.items():
+        sums[cause.what] = sums.get(cause.what, 0) + time
+    return sums
 
 
 class Meetings:
@@ -166,8 +170,9 @@ class Causes:
         self.operation_starts = [[one.start_ns for one in rank.operations] for rank in trace.ranks]
         self.meetings, self.families = Meetings(waits), Families()
         # By the id of a call: {cause: nanoseconds}, and the earlier wait that explains it best.
-        self.parts: dict[int, Counter] = {}
+        self.parts: dict[int, dict[Cause, float]] = {}
         self.before: dict[int, Call | None] = {}
+        self.computing: dict[tuple, tuple] = {}
         self.latest: tuple = (), Work()
         waiting = [call for own in waits.calls for call in own if call.wait_ns]
         # A wait is explained by waits that ended before it.
@@ -198,7 +203,8 @@ class Causes:
                 f"rank {earlier.rank} waited for rank {earlier.late} ({record.axis} {record.name})"
             )
             call = earlier
-        return steps + [cause.text() for cause, _ in self.parts[id(call)].most_common(1)]
+        parts = self.parts[id(call)]
+        return steps + [cause.text() for cause in sorted(parts, key=lambda one: -parts[one])[:1]]
 
     def _explain(self, call: Call) -> None:
         """Fill `parts` and `before` of a call that waits."""
@@ -214,8 +220,7 @@ class Causes:
             self.latest = (late, begin, end), self.work(late, begin, end)
         theirs, own = self.latest[1], self.work(call.rank, begin, start)
         self.parts[id(call)] = theirs.more_than(own, call.wait_ns)
-        more = theirs.totals()
-        more.subtract(own.totals())
+        more = {kind: ns - own.totals.get(kind, 0) for kind, ns in theirs.totals.items()}
         self.before[id(call)] = None
         if more and max(more, key=more.get) == "waiting":
             waits = [one for one in self._within(late, begin, end) if one.kind == "wait"]
@@ -243,18 +248,18 @@ class Causes:
             if kind == "wait":
                 for cause, length in self.parts.get(id(call), {}).items():
                     share = segment.length / call.wait_ns
-                    work["waiting", (cause.kind, cause.what)][cause] += length * share
+                    work.add("waiting", (cause.kind, cause.what), cause, length * share)
             elif kind == "transfer" and (span is None or span.kind != "save"):
                 ranks = call.event.ranks if call.event else (rank,)
                 what = f"transfer of {self.families[call.record.name]} ({call.record.axis})"
-                work[kind, what][Cause(kind, ranks, what)] += segment.length
+                work.add(kind, what, Cause(kind, ranks, what), segment.length)
             elif kind in PASSES:
                 self._passing(rank, segment, work)
             else:
                 kind = "save" if kind == "transfer" else kind
-                work[kind, ""][Cause(kind, (rank,), WORDS[kind])] += segment.length
+                work.add(kind, "", Cause(kind, (rank,), WORDS[kind]), segment.length)
         if left > 0:  # before its first or after its last traced step
-            work["outside", ""][Cause("outside", (rank,), "outside the traced steps")] += left
+            work.add("outside", "", Cause("outside", (rank,), "outside the traced steps"), left)
         return work
 
     def _passing(self, rank: int, segment: Segment, work: Work) -> None:
@@ -262,8 +267,7 @@ class Causes:
 
         Time between two operations belongs to the layer of the second.
         """
-        words = f"{WORDS[segment.kind]} of stage {segment.span.stage}"
-        now, operations = segment.start, self.ranks[rank].operations
+        now, operations, stage = segment.start, self.ranks[rank].operations, segment.span.stage
         first = max(0, bisect_right(self.operation_starts[rank], now) - 1)
         for place in range(first, len(operations)):
             one = operations[place]
@@ -271,10 +275,18 @@ class Causes:
                 break
             until = min(one.end_ns, segment.end)
             if until > now:
-                named = f"{words}, {one.layer}" if one.layer else words
-                detail = segment.kind, self.families[one.layer]
-                work["compute", detail][Cause("compute", (rank,), named)] += until - now
+                work.add(
+                    "compute", *self._computing(rank, segment.kind, stage, one.layer), until - now
+                )
                 now = until
         if segment.end > now:
-            detail = segment.kind, ""
-            work["compute", detail][Cause("compute", (rank,), words)] += segment.end - now
+            work.add("compute", *self._computing(rank, segment.kind, stage, ""), segment.end - now)
+
+    def _computing(self, rank: int, kind: str, stage: int, layer: str) -> tuple:
+        """Return by what a layer's part of a pass is comparable, and its cause."""
+        key = rank, kind, stage, layer
+        if key not in self.computing:
+            what = f"{WORDS[kind]} of stage {stage}" + (f", {layer}" if layer else "")
+            detail = kind, self.families[layer]
+            self.computing[key] = detail, Cause("compute", (rank,), what)
+        return self.computing[key]

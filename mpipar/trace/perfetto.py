@@ -1,27 +1,26 @@
 """A trace as Chrome JSON, for ui.perfetto.dev and chrome://tracing.
 
 Each rank is a process with four rows: compute, wait, transfer, post. Layers' operations are nested
-in their passes if they were timed. One arrow leads from the last arriver of a collective to each
-rank that waited for it, and one from each send to its receive. Perfetto attaches an arrow to the
-innermost slices that contain its two timestamps, and draws it from the end of the first to the
-start of the second. That is why a short slice in the row `post` ends when the late rank posts, and
-the arrow ends where a transfer starts. Times are microseconds with three digits: the nanoseconds of
-the trace.
+in their passes if they were timed. An arrow leads from the rank that came last to each rank that
+waited for it. Perfetto attaches an arrow to the innermost slices that contain its two timestamps,
+and draws it from the end of the first to the start of the second. That is why a short slice in the
+row `post` ends when the late rank posts; the arrow ends there, where the wait becomes a transfer.
+Times are microseconds with three digits: the nanoseconds of the trace.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from bisect import bisect_right
 from pathlib import Path
 
 from mpipar.comm.record import BUSY
 from mpipar.console import output
 from mpipar.trace.trace_file import Trace
-from mpipar.trace.waits import Call, Event, Waits
+from mpipar.trace.waits import Call, Waits
 
 ROWS = ("compute", "wait", "transfer", "post")
-MARK_NS = 1000  # length of a slice that only carries an arrow, unless another one is near
+MARK_NS = 1000  # length of a slice that only carries arrows, unless another one is near
 
 
 def write(trace: Trace, waits: Waits, path: Path) -> int:
@@ -71,104 +70,55 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
             )
             for one in rank.operations
         ]
-    for own in waits.calls:
-        found += _slices_of_calls(own)
+    for call in itertools.chain.from_iterable(waits.calls):
+        found += _slices_of_call(call)
     return found + _arrows(waits)
 
 
-def _slices_of_calls(calls: list[Call]) -> list[dict]:
-    """Return wait and transfer slices of one rank, and marks where a call lacks a slice for an
-    arrow.
-    """
-    found, marks, starts = [], [], []
-    for call in calls:
-        record, facts = call.record, _facts(call)
-        start, end = record.waited_ns, record.done_ns
-        split = start + call.wait_ns
-        if split > start:
-            found.append(
-                _slice(
-                    call.rank,
-                    "wait",
-                    record.name,
-                    start,
-                    split,
-                    {**facts, "waits for rank": call.late},
-                )
-            )
-        if end > split:
-            found.append(_slice(call.rank, "transfer", record.name, split, end, facts))
-            starts.append(split)
-        elif record.operation != "send":
-            marks.append((end, call, facts))
-    starts = sorted([*starts, *(time for time, *_ in marks)])
-    for time, call, facts in marks:
-        following = bisect_right(starts, time)
-        limit = starts[following] - time if following < len(starts) else MARK_NS
-        name = f"{call.record.operation} {call.record.name}"
-        found.append(_slice(call.rank, "transfer", name, time, time + min(limit, MARK_NS), facts))
-    return found
+def _slices_of_call(call: Call) -> list[dict]:
+    """Return a call's slices in the rows wait and transfer, as far as it was blocked."""
+    record, facts = call.record, _facts(call)
+    start, end = record.waited_ns, record.done_ns
+    split = start + call.wait_ns
+    waits = facts | {"waits for rank": call.late}
+    pieces = (("wait", start, split, waits), ("transfer", split, end, facts))
+    return [
+        _slice(call.rank, row, record.name, low, high, more)
+        for row, low, high, more in pieces
+        if high > low
+    ]
 
 
 def _arrows(waits: Waits) -> list[dict]:
     """Return all arrows: the slices in which they begin, and their two ends.
 
     An arrow's id is a number, because Perfetto reads only the hexadecimal digits of a text id, and
-    drops arrows with any other.
+    drops arrows with any other. The ends of an arrow are one moment: when the last rank came.
     """
-    found, posts, number = [], {}, 0
+    posts = []
     for event in waits.events:
-        source, targets = _ends(event)
-        # Between hosts, a clock error must not make an arrow end before it starts.
-        time = min([source.record.posted_ns, *map(_arrival, targets)])
-        if targets:
-            posts.setdefault(source.rank, []).append((time, source, targets))
-    for rank, own in posts.items():
-        own.sort(key=lambda post: post[0])
-        before = last = own[0][0] - MARK_NS
-        for time, source, targets in own:
-            if time > last:
-                before, last = last, time
-            start, record = max(before, time - MARK_NS), source.record
-            found.append(
-                _slice(
-                    rank, "post", f"{record.operation} {record.name}", start, time, _facts(source)
-                )
-            )
-            for target in targets:
-                number += 1
-                ends = {"id": number, "name": record.name, "cat": record.axis}
-                found.append(
-                    {"ph": "s", "pid": rank, "tid": ROWS.index("post"), "ts": start / 1000, **ends}
-                )
-                found.append(
-                    {
-                        "ph": "f",
-                        "pid": target.rank,
-                        "tid": ROWS.index("transfer"),
-                        "ts": _arrival(target) / 1000,
-                        "bp": "e",
-                        **ends,
-                    }
-                )
+        if waiting := [call for call in event.calls if call.wait_ns and call.transfer_ns]:
+            source = next(call for call in event.calls if call.rank == event.last)
+            posts.append((source.record.posted_ns, source, waiting))
+    found, numbers = [], itertools.count(1)
+    starts: dict[int, int] = {}  # by rank: of the slice of its last post
+    ends: dict[int, int] = {}
+    for end, source, waiting in sorted(posts, key=lambda post: post[0]):
+        rank, record = source.rank, source.record
+        if end > ends.get(rank, -1):  # posts of one moment have the same slice
+            starts[rank] = max(ends.get(rank, end - MARK_NS), end - MARK_NS)
+            ends[rank] = end
+        name = f"{record.operation} {record.name}"
+        found.append(_slice(rank, "post", name, starts[rank], end, _facts(source)))
+        for target in waiting:
+            arrow = {"id": next(numbers), "name": record.name, "cat": record.axis}
+            found.append(arrow | _end("s", rank, "post", starts[rank]))
+            found.append(arrow | _end("f", target.rank, "transfer", end) | {"bp": "e"})
     return found
 
 
-def _ends(event: Event) -> tuple[Call, list[Call]]:
-    """Return where arrows begin and end: last arriver and all that waited, or send and receive."""
-    if event.operation == "message":
-        return event.calls[0], event.calls[1:]
-    last = next(call for call in event.calls if call.rank == event.last)
-    return last, [call for call in event.calls if call.wait_ns]
-
-
-def _arrival(call: Call) -> int:
-    """Return where an arrow ends: when the wait is over, or when a call that never waits is done.
-
-    A slice of the row `transfer` starts there.
-    """
-    record = call.record
-    return record.waited_ns + call.wait_ns if call.blocked_ns else record.done_ns
+def _end(phase: str, pid: int, row: str, time: int) -> dict:
+    return {"ph": phase, "pid": pid, "tid": ROWS.index(row), "ts": time / 1000}
 
 
 def _facts(call: Call) -> dict:

@@ -9,6 +9,7 @@ rank's own clock; the reader translates them to world rank 0's clock and starts 
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
@@ -243,7 +244,7 @@ def read(folder: str | Path) -> Trace:
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")
-    with contradictions_are_data_errors(folder):
+    with contradictions_are_data_errors(folder), _without_collections():
         clock = CommonClock.from_json(meta["clock"])
         first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
         for path, (rank, lines) in zip(paths, read, strict=True):
@@ -262,6 +263,16 @@ def _why_missing(folder: Path) -> str:
             "a rank writes its file after the last traced step: is the run still going, or is"
             " the folder on a disk that not all hosts share?"
         )
+
+
+@contextmanager
+def _without_collections():
+    """Pause the garbage collector, which would visit all lines read so far again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _names(paths: list[Path]) -> str:
