@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +15,7 @@ from mpipar.trace.trace_file import Trace
 
 # The categories of a rank's time, in the order in which views show them.
 CATEGORIES = ("forward", "backward", "optimizer", "data", "bubble", "waiting", "transfer", "other")
+LEAST_MS = 0.005  # of a barrier in the table
 CATEGORY_OF = {
     "F": "forward",
     "B": "backward",
@@ -71,17 +73,14 @@ def category(segment: segments.Segment) -> str:
 
 
 def rank_rows(analysis: Analysis) -> list[dict]:
-    """Return place, stages and milliseconds per step by category of each rank."""
+    """Return the place and the milliseconds per step by category of each rank."""
     trace, rows = analysis.trace, []
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
         sums = segments.by_kind(own, kind=category)
         rows.append(
             {
                 "rank": rank.world_rank,
-                "host": rank.host,
                 "place": trace.place(rank),
-                "coordinates": rank.place,
-                "stages": [trace.meta["stages"][stage] for stage in rank.stages],
                 "ms": [sums[name] * 1e-6 / trace.num_steps for name in CATEGORIES],
             }
         )
@@ -106,11 +105,11 @@ def cause_rows(analysis: Analysis, most: int) -> list[dict]:
     return rows
 
 
-def barrier_rows(analysis: Analysis) -> list[dict]:
-    """Return one row per axis, barrier name without block number, and operation; costliest first.
+def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
+    """Return the table of barriers as text, head first, without those that took no time.
 
-    Numbers are per step and summed over ranks. last: the rank that others waited for most, and how
-    often.
+    One row per axis, barrier name without block number, and operation; costliest first. Numbers
+    are per step and summed over ranks. last: the rank that others waited for most, and how often.
     """
     families = Families()
 
@@ -119,49 +118,25 @@ def barrier_rows(analysis: Analysis) -> list[dict]:
         return record.axis, families[record.name], record.operation
 
     places: dict = {}
-    for own in analysis.waits.calls:
-        for call in own:
-            places.setdefault(key(call), Counter())[call.record.site, call.record.source] += 1
-    steps, rows = analysis.trace.num_steps, []
-    for (axis, name, operation), entry in waits.totals(analysis.waits, key).items():
-        last, times = entry.last.most_common(1)[0] if entry.last else (-1, 0)
-        site, source = places[axis, name, operation].most_common(1)[0][0]
-        rows.append(
-            {
-                "axis": axis,
-                "name": name,
-                "operation": operation,
-                "calls": entry.calls / steps,
-                "bytes": entry.payload / steps,
-                "sent": entry.wire / steps,
-                "wait_ms": entry.wait_ns * 1e-6 / steps,
-                "transfer_ms": entry.transfer_ns * 1e-6 / steps,
-                "longest_ms": entry.longest_wait_ns * 1e-6,
-                "last": last,
-                "times": times,
-                "events": sum(entry.last.values()),
-                "site": site.replace("mpipar/", ""),
-                "source": source.replace("mpipar/", ""),
-            }
-        )
-    return rows
-
-
-def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
-    """Return the table of barriers as text, head first, without those that took no time."""
+    for call in itertools.chain.from_iterable(analysis.waits.calls):
+        places.setdefault(key(call), Counter())[call.record.site] += 1
+    steps = analysis.trace.num_steps
     rows = [("barrier", "operation", "calls", "payload", "wait", "transfer", "last", "source")]
-    rows += [
-        (
-            f"{one['axis']} {one['name']}",
-            one["operation"],
-            f"{one['calls']:.4g}",
-            nbytes(one["bytes"]),
-            f"{one['wait_ms']:.2f}",
-            f"{one['transfer_ms']:.2f}",
-            f"rank {one['last']} {one['times']}x" if one["times"] else "",
-            one["site"],
+    for (axis, name, operation), entry in waits.totals(analysis.waits, key).items():
+        wait_ms, transfer_ms = (ns * 1e-6 / steps for ns in (entry.wait_ns, entry.transfer_ns))
+        if wait_ms + transfer_ms < LEAST_MS:
+            break
+        site = places[axis, name, operation].most_common(1)[0][0]
+        rows.append(
+            (
+                f"{axis} {name}",
+                operation,
+                f"{entry.calls / steps:.4g}",
+                nbytes(entry.payload / steps),
+                f"{wait_ms:.2f}",
+                f"{transfer_ms:.2f}",
+                "".join(f"rank {rank} {times}x" for rank, times in entry.last.most_common(1)),
+                site.replace("mpipar/", ""),
+            )
         )
-        for one in barrier_rows(analysis)
-        if one["wait_ms"] + one["transfer_ms"] >= 0.005
-    ]
     return rows

@@ -63,14 +63,6 @@ def untraced_ms(trace: Trace) -> list[float]:
     return [line["step_seconds"] * 1e3 for line in trace.metrics[1:] if line["step"] not in traced]
 
 
-def traced_ms(trace: Trace) -> list[float]:
-    """Return the milliseconds of each traced step."""
-    return [
-        max(end - start for _, start, end in step) * 1e-6
-        for step in zip(*(rank.steps for rank in trace.ranks), strict=True)
-    ]
-
-
 def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, int]:
     """Return the change of a step's time, which steps it is from, and the smaller number of them.
 
@@ -79,7 +71,13 @@ def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, int]:
     """
     kind, times = "steps", [untraced_ms(one.trace) for one in (before, after)]
     if min(map(len, times)) < LEAST_STEPS:
-        kind, times = "traced steps", [traced_ms(one.trace) for one in (before, after)]
+        kind, times = (
+            "traced steps",
+            [
+                [(end - start) * 1e-6 for start, end in one.trace.windows()]
+                for one in (before, after)
+            ],
+        )
     first, second = map(len, times)
     return change("step", *times), f"{first} and {second} {kind}", min(first, second)
 

@@ -8,6 +8,9 @@ combines them with the trace's numbers. timeline.js draws the trace, page.js eve
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
+from collections import Counter
 from importlib.resources import files
 from pathlib import Path
 
@@ -65,7 +68,7 @@ def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
 def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | None]:
     """Return spans, layers' operations and calls by rank, tables of names, and what is left out."""
     trace = analysis.trace
-    kept_steps, shortest, thinned = thin(analysis, most_slices)
+    kept_steps, thinned = thin(analysis, most_slices)
     tables: dict[str, dict] = {
         name: {}
         for name in (
@@ -96,12 +99,12 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
                 one.step,
             ]
             for one in rank.spans
-            if one.kind in BUSY and one.step in kept_steps and one.end_ns - one.start_ns >= shortest
+            if one.kind in BUSY and one.step in kept_steps
         ]
         calls = []
         for call in own:
             record = call.record
-            if record.step not in kept_steps or call.blocked_ns < max(shortest, 1):
+            if record.step not in kept_steps or not call.blocked_ns:
                 continue
             calls.append(
                 [
@@ -135,7 +138,7 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
                 index("functions", one.function),
             ]
             for one in rank.operations
-            if one.step in kept_steps and one.end_ns - one.start_ns >= shortest
+            if one.step in kept_steps
         ]
         ranks.append(
             {
@@ -163,39 +166,26 @@ def chain_text(analysis: Analysis, call) -> str:
     return "; ".join(chain)
 
 
-def thin(analysis: Analysis, most: int) -> tuple[set[int], int, str | None]:
-    """Return (steps to show, length in ns of the shortest slice to show, note for the reader).
+def thin(analysis: Analysis, most: int) -> tuple[set[int], str | None]:
+    """Return the first steps that have at most so many slices, at least one; a note for the reader.
 
-    Whole steps are dropped first. If a single step is too much, its shortest slices are dropped.
+    The note is None if all are shown.
     """
-    lengths: dict[int, list[int]] = {}
+    counts: Counter = Counter()
     for rank, own in zip(analysis.trace.ranks, analysis.waits.calls, strict=True):
-        spans = [one for one in rank.spans if one.kind in BUSY]
-        for one in [*spans, *rank.operations]:
-            lengths.setdefault(one.step, []).append(one.end_ns - one.start_ns)
-        for call in own:
-            lengths.setdefault(call.record.step, []).append(call.blocked_ns)
-    total, kept, count = sum(map(len, lengths.values())), set(), 0
-    for step in sorted(lengths):
-        if not kept or count + len(lengths[step]) <= most:
-            kept.add(step)
-            count += len(lengths[step])
-        else:
-            break
-    if count == total <= most:
-        return kept, 0, None
-    shortest = 0
-    if count > most:
-        shortest = sorted(lengths[min(kept)])[-most] + 1
-        count = sum(length >= shortest for length in lengths[min(kept)])
-    shown = f"step {min(kept)}" if len(kept) == 1 else f"steps {min(kept)} to {max(kept)}"
-    text = (
-        f"thinned: {count:,} of {total:,} slices are shown;"
-        f" {shown} of {counted(len(lengths), 'step')}"
+        counts.update(one.step for one in rank.spans if one.kind in BUSY)
+        counts.update(one.step for one in rank.operations)
+        counts.update(call.record.step for call in own)
+    steps = sorted(counts)
+    sums = list(itertools.accumulate(counts[step] for step in steps))
+    kept = max(1, bisect_right(sums, most))
+    if kept >= len(steps):
+        return set(steps), None
+    shown = f"step {steps[0]}" if kept == 1 else f"steps {steps[0]} to {steps[kept - 1]}"
+    return set(steps[:kept]), (
+        f"thinned: {sums[kept - 1]:,} of {sums[-1]:,} slices are shown;"
+        f" {shown} of {counted(len(steps), 'step')}"
     )
-    if shortest:
-        text += f", slices from {shortest * 1e-3:.1f} us on"
-    return kept, shortest, text
 
 
 def _us(nanoseconds: int) -> float:

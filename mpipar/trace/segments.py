@@ -7,7 +7,6 @@ inside a span counts as wait and transfer, so the rest of a span is computing.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -78,23 +77,18 @@ def of_trace(trace: Trace, waits: Waits) -> list[list[Segment]]:
     return [of_rank(rank, calls) for rank, calls in zip(trace.ranks, waits.calls, strict=True)]
 
 
-def by_kind(
-    segments: Iterable[Segment],
-    start: float = -math.inf,
-    end: float = math.inf,
-    kind: Callable = attrgetter("kind"),
-) -> Counter:
-    """Return the nanoseconds of each kind between start and end."""
+def by_kind(segments: Iterable[Segment], kind: Callable = attrgetter("kind")) -> Counter:
+    """Return the nanoseconds of each kind."""
     sums: Counter = Counter()
     for segment in segments:
-        length = min(segment.end, end) - max(segment.start, start)
-        if length > 0:
-            sums[kind(segment)] += length
+        sums[kind(segment)] += segment.length
     return sums
 
 
 def by_step(
-    segments: Iterable[Segment], steps: Sequence[tuple[int, int, int]], kind: Callable
+    segments: Iterable[Segment],
+    steps: Sequence[tuple[int, float, float]],
+    kind: Callable = attrgetter("kind"),
 ) -> list[Counter]:
     """Return the nanoseconds of each kind in each (step, start, end), in one walk over both."""
     sums: list[Counter] = [Counter() for _ in steps]

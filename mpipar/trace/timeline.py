@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpipar.trace.segments import Segment, by_kind
+from mpipar.trace.segments import Segment, by_step
 from mpipar.trace.trace_file import Trace
 
 LETTERS = {
@@ -42,21 +42,10 @@ def timeline(
     length = (end - start) / columns
     first_ms, last_ms = f"{start * 1e-6:.1f}", f"{end * 1e-6:.1f}"
     lines = [f"{'ms':<{margin}}{first_ms}{last_ms:>{columns - len(first_ms)}}"]
+    slices = [(at, start + at * length, start + (at + 1) * length) for at in range(columns)]
     for head, own in zip(heads, segments, strict=True):
-        row, first = "", 0
-        for column in range(columns):
-            low = start + column * length
-            high = low + length
-            while first < len(own) and own[first].end <= low:
-                first += 1
-            inside = []
-            for segment in own[first:]:
-                if segment.start >= high:
-                    break
-                inside.append(segment)
-            sums = by_kind(inside, int(low), int(high))
-            row += LETTERS[max(sums, key=sums.get)] if sums else " "
-        lines.append((head.ljust(margin) + row).rstrip())
+        row = (LETTERS[max(sums, key=sums.get)] if sums else " " for sums in by_step(own, slices))
+        lines.append((head.ljust(margin) + "".join(row)).rstrip())
     return "\n".join([*lines, LEGEND])
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.comm.record import Record, Span
-from mpipar.console.series import lines_of
+from mpipar.console.series import read_lines
 from mpipar.console.tables import describe_stage
 from mpipar.errors import DataError, UsageError
 from mpipar.files import no_links
@@ -249,7 +249,9 @@ def read(folder: str | Path) -> Trace:
         first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
         for path, (rank, lines) in zip(paths, read, strict=True):
             _fill(path, rank, lines, clock.since(first, rank.world_rank))
-    return Trace(folder, meta, ranks, clock, _read_metrics(folder))
+    with problems_as(DataError, str(folder / METRICS)):
+        metrics, _ = read_lines(folder, METRICS)
+    return Trace(folder, meta, ranks, clock, metrics)
 
 
 def _why_missing(folder: Path) -> str:
@@ -367,14 +369,3 @@ def contradictions_are_data_errors(*folders: str | Path):
             f" {type(error).__name__} {brief(str(error))} at"
             f" {Path(at.filename).name}:{at.lineno}; {HOW_TO}"
         ) from error
-
-
-def _read_metrics(folder: Path) -> list[dict]:
-    """Return the complete lines of metrics.jsonl; a running job may be writing the last one."""
-    found, path = [], folder / METRICS
-    with problems_as(DataError, str(path)):
-        for number, (_, value) in enumerate(lines_of(folder, METRICS), 1):
-            if value is None:
-                raise DataError(f"{path}, line {number}: lacks step, loss and numbers")
-            found.append(value)
-    return found

@@ -163,10 +163,8 @@ class Sum:
 
     calls: int = 0
     payload: int = 0
-    wire: int = 0
     wait_ns: int = 0
     transfer_ns: int = 0
-    longest_wait_ns: int = 0
     last: Counter = field(default_factory=Counter)
 
 
@@ -181,10 +179,8 @@ def totals(waits: Waits, key) -> dict:
             entry = sums[key(call)]
             entry.calls += 1
             entry.payload += call.record.payload_bytes
-            entry.wire += call.record.wire_bytes
             entry.wait_ns += call.wait_ns
             entry.transfer_ns += call.transfer_ns
-            entry.longest_wait_ns = max(entry.longest_wait_ns, call.wait_ns)
     for event in waits.events:
         for one in {key(call) for call in event.calls if call.wait_ns}:
             sums[one].last[event.last] += 1
