@@ -124,8 +124,8 @@ def test_the_timeline_follows_the_theme(shown, pictures):
 
 
 @pytest.mark.slow
-def test_the_picture_of_the_readme(window, tmp_path, pictures):
-    """A real run, pp 2 x tp 2: title, efficiencies, and the timeline of one step."""
+def test_the_picture_of_a_report(window, tmp_path, pictures):
+    """A real run, pp 2 x tp 2: title, efficiencies, the timeline of one step, and its barriers."""
     result = mpipar(
         "train",
         "--layout",
@@ -146,8 +146,7 @@ def test_the_picture_of_the_readme(window, tmp_path, pictures):
     window.prefer("light")
     window.resize(1200, 1000)
     window.open(tmp_path / "run" / "report.html")
-    window.run("find('run').hidden = find('tables').hidden = true")
-    end = window.run("return document.getElementById('trace').getBoundingClientRect().bottom")
+    end = window.run("return document.getElementById('barriers').getBoundingClientRect().bottom")
     window.picture(pictures / "report.png", height=end + 12)
     window.resize(1440, 1000)
     assert 20_000 < (pictures / "report.png").stat().st_size <= 200 * 1024
