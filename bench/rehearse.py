@@ -35,7 +35,7 @@ from mpipar.console.tables import layout_text
 from mpipar.data import rows
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.files.text import counted
-from mpipar.interconnect.buffers import check_room, free_bytes
+from mpipar.interconnect.hosts import check_room, free_bytes
 from mpipar.plan.machine import Machine, load_machine
 from mpipar.study.explain.predict import worker_on_shapes
 from mpipar.train import build
