@@ -26,7 +26,10 @@ case "$*" in
     *mpipar*train*) {train} ;;
 esac
 """
-TABLE = "for i in {1..100}; do echo '| function | 1 | 2 |'; done; echo '{}' >\"${@: -1}\""
+TABLE = (
+    "for i in {1..100}; do echo '| function | 1 | 2 |'; done;"
+    " [[ ${@: -1} == -* ]] || echo '{}' >\"${@: -1}\""  # its result, where it names a file
+)
 
 
 def visit(folder, *halves, **env):
