@@ -1,9 +1,8 @@
 """The table of illegal combinations of settings: a row per reason, with the way out.
 
 These rows depend on settings alone. `run.combinations` adds those of schedules and holds the
-whole table, which docs/reference/combinations.md prints. Values that are wrong by themselves are
-refused by a field's bounds, and settings that belong to another choice by its `only`: see
-`config.setting`.
+whole table. Values that are wrong by themselves are refused by a field's bounds, and settings that
+belong to another choice by its `only`: see `config.setting`.
 
 Options of an axis that has one rank are legal, such as --sequence-parallel with --tp 1: a group of
 one sends nothing, and so the same flags fit every layout.

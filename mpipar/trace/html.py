@@ -1,6 +1,6 @@
-"""A trace as one self-contained HTML page: a timeline that can be zoomed, and the findings.
+"""A trace as one self-contained HTML page: timeline that can be zoomed, findings and barriers.
 
-The tables are in the text of `mpipar trace`. The page needs no network and no other files.
+The other tables are in the text of `mpipar trace`. The page needs no network and no other files.
 
 The page's parts are in the folder page/, and those that all pages share in console/page/. `build`
 combines them with the trace's numbers. timeline.js draws the trace, page.js everything else.

@@ -58,10 +58,10 @@ EXAMPLES = {
         8, "replicas read different rows, and sum their gradients", "dp", wires.data_example
     ),
     "context": Example(
-        16, "one row of tokens over all ranks: keys and values travel round a ring", "cp", context
+        15, "one row of tokens over all ranks: keys and values travel round a ring", "cp", context
     ),
     "zero": Example(
-        16, "a sharded update: sums are scattered, weights are gathered", "dp", wires.zero_example
+        15, "a sharded update: sums are scattered, weights are gathered", "dp", wires.zero_example
     ),
 }
 
