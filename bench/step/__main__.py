@@ -6,7 +6,7 @@
     python -m bench.step --arch llama --kv-heads 2
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
     python -m bench.step --sides best             # the fastest form of each, or with `own` of ours
-    mpiexec -n 2 python -m bench.step --sides own --all-reduce window,auto
+    mpiexec -n 2 python -m bench.step --sides own --all-reduce mpi,window
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba. On several ranks they
 are data and tensor parallelism, ZeRO, and pipelines (1f1b, zb-h1, zb-v). One rank alone is measured

@@ -19,7 +19,7 @@ WIDTH = 100  # characters per line of text
 class Arguments:
     """The two run folders, and whether the exit code depends on the result."""
 
-    run_a: str = positional("RUN_A", "run folder of mpipar train --trace")
+    run_a: str = positional("RUN_A", "run folder of mpipar train, with a trace")
     run_b: str = positional("RUN_B", "the run to compare with it")
     check: bool = switch("exit with 1 if steps of B are slower than those of A beyond the spread")
 

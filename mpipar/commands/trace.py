@@ -22,7 +22,7 @@ MOST = 12  # causes of waiting
 class Arguments:
     """The run folder, and the two files that can be written."""
 
-    run_folder: str = positional("RUN", "run folder of mpipar train --trace")
+    run_folder: str = positional("RUN", "run folder of mpipar train, with a trace")
     perfetto: str | None = setting(
         None,
         "write Chrome JSON for ui.perfetto.dev to this file, and print no tables",

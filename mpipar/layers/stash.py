@@ -45,8 +45,8 @@ class Stash(dict[tuple[Any, str], Any]):
     def inner(self) -> Stash:
         """Return an empty stash for a layer within a layer: all of this one except its arrays.
 
-        A layer that contains another makes its stash here and nowhere else, so that a pass has the
-        same batch, the same cache and any later additions at every depth.
+        A layer whose inner layers need a stash of their own makes it here and nowhere else, so that
+        a pass has the same batch, the same cache and any later additions at every depth.
         """
         made = Stash()
         vars(made).update(vars(self))

@@ -1,7 +1,7 @@
 """Array functions of the layers, in four implementations: NumPy, Numba, CuPy and shapes only.
 
 Layers and models do arithmetic only through the object that `make` returns. The same layer
-therefore runs on a CPU, on a GPU, and without any numbers at all for the cost model.
+therefore runs on a CPU, on a GPU, and without any numbers at all where only the shapes count.
 """
 
 from typing import Any
