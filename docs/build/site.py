@@ -42,7 +42,7 @@ FIRST = ("index", "questions", "postmortem", "bugs")
 CODE_OR_LINK = re.compile(
     r"^```.*?^```$|`[^`\n]+`|(?<!!)\[[^]\[]*\]\(([^)\s#:]+)[^)\s]*\)", re.MULTILINE | re.DOTALL
 )
-PARTS = {"Tour": "tour", "How-tos": "how-to", "Reference": "reference", "API": "api"}
+PARTS = {"Tour": "tour", "How-tos": "how-to", "API": "api"}
 
 
 def contents(pages: list[str]) -> str:

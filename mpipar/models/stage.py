@@ -1,4 +1,4 @@
-"""The base of all models' stages: a contiguous run of layers with its passes and parameters."""
+"""The base of a model's stages: a contiguous run of layers with its passes and parameters."""
 
 from __future__ import annotations
 

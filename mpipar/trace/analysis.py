@@ -109,7 +109,7 @@ def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
     """Return the table of barriers as text, head first, without those that took no time.
 
     One row per axis, barrier name without block number, and operation; costliest first. Numbers
-    are per step and summed over ranks. last: the rank that others waited for most, and how often.
+    are per step and summed over ranks. last: the rank that arrived last most often, and how often.
     """
     families = Families()
 
