@@ -8,7 +8,7 @@
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
     mpiexec -n 4 python -m bench.claims sharing [--json FILE]   # recomputation, ZeRO: their price
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
-    mpiexec -n 4 python -m bench.claims moe [--json FILE]       # experts by ep and routing
+    mpiexec -n 4 python -m bench.claims moe [--json FILE]       # experts by ep
 
 Barriers and memory come from the shapes-only run, which tests prove equal to the records of real
 runs. Hybrids, limit, moe, and the times of sharing are real training steps.
