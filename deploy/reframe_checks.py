@@ -43,7 +43,7 @@ class Train(Check):
     @performance_function("tok/s")
     def rate(self):
         """Return the tokens per second of the last printed step."""
-        tokens = sn.extractall(r"\| (\S+)k tok/s", self.stdout, 1, float)
+        tokens = sn.extractall(r" (\S+)k tok/s", self.stdout, 1, float)
         return tokens[-1] * 1000
 
 

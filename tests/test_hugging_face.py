@@ -18,8 +18,9 @@ from mpipar.checkpoint.weight_files import WeightFiles
 from mpipar.data.rows import Batch
 from mpipar.inference.generate import STOP, Text, generate
 from mpipar.inference.sampling import Sampling
-from mpipar.layers.attention import Attention, Rotation
+from mpipar.layers.attention import Rotation
 from mpipar.layers.ffn import GatedFeedForward
+from mpipar.layers.parallel.local_attention import LocalAttention
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.train.optim import learning_rate
 
@@ -272,23 +273,26 @@ def interleaved(monkeypatch):
 
 
 def heads_shifted(monkeypatch):
-    """Keys and values of the next group, forward and backward."""
-    split = Attention._split
+    """Keys and values of the next group."""
+    plain = LocalAttention.forward
 
-    def next_group(self, packed):
-        q, k, v = split(self, packed)
-        return q, np.roll(k, 1, axis=2), np.roll(v, 1, axis=2)
+    def next_group(self, q, k, v, batch):
+        if isinstance(k, np.ndarray):  # not in the step on shapes
+            k, v = np.roll(k, 1, axis=2), np.roll(v, 1, axis=2)
+        return plain(self, q, k, v, batch)
 
-    monkeypatch.setattr(Attention, "_split", next_group)
+    monkeypatch.setattr(LocalAttention, "forward", next_group)
 
 
 def gate_and_up_swapped(monkeypatch):
-    plain = GatedFeedForward._gate_and_up
-    monkeypatch.setattr(
-        GatedFeedForward,
-        "_gate_and_up",
-        lambda self, x, stash: np.ascontiguousarray(plain(self, x, stash)[..., ::-1, :]),
-    )
+    plain = GatedFeedForward.recompute
+
+    def swapped(self, x, stash):
+        plain(self, x, stash)
+        if isinstance(x, np.ndarray):  # not in the step on shapes
+            stash[self.name, "h"] = np.ascontiguousarray(stash[self.name, "h"][..., ::-1, :])
+
+    monkeypatch.setattr(GatedFeedForward, "recompute", swapped)
 
 
 def not_turned_back_on_dk(monkeypatch):
