@@ -202,7 +202,8 @@ def wait_all(bare: bool) -> Callable[[list[Any]], Any]:
     if bare:
         from mpi4py import MPI
 
-        return MPI.Request.Waitall
+        every: Callable[[list[Any]], Any] = MPI.Request.Waitall
+        return every
 
     def wait(pending: list[Any]) -> None:
         for one in pending:
