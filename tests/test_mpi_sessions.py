@@ -81,13 +81,6 @@ def test_slow_session(num_ranks, record_property):
     record_session(record_property, *check_session(num_ranks, MPI_FOLDER, marked="slow"))
 
 
-@pytest.mark.alone
-@pytest.mark.timeout(SESSION_LIMIT + 30)
-def test_timed_session(record_property):
-    """What wants the cores for itself."""
-    record_session(record_property, *check_session(2, MPI_FOLDER, marked="alone"))
-
-
 def record_session(record_property, passed: int, skipped: list[str]) -> None:
     """Keep for the summary of a whole check what ran inside a session."""
     record_property("passed_inside", passed)
