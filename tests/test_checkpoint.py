@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from config_helpers import reading_of
 from helpers import assert_close
-from in_process import refusal
+from in_process import assert_refused, refusal
 from one_rank import fresh, loaded, logits, worker_for
 from safetensors.numpy import load_file, save_file
 
@@ -251,3 +251,19 @@ def test_broken_weights_are_told_once_with_everything_else(model, tmp_path):
         assert str(found).count(part) == 1
     assert not (tmp_path / "run").exists()
     assert str(refusal("generate", folder)).count("is missing") == 2
+
+
+def test_bytes_do_not_fit_a_model_of_tokens(model, tmp_path):
+    folder, _ = model(V=50257)
+    assert_refused(
+        65,
+        ["50,257 is not one of bytes; give token files"],
+        "train",
+        "--init-from",
+        folder,
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        "1",
+    )
+    assert not (tmp_path / "run").exists()

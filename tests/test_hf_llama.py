@@ -11,7 +11,7 @@ import pytest
 from config_helpers import reading_of
 from in_process import alone
 from one_rank import fresh, loaded
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import native_format
 from mpipar.checkpoint import weights as checkpoint
@@ -397,3 +397,50 @@ def test_tokenizer_and_ids_travel_from_run_to_run(tmp_path):
         load_file(tmp_path / "run" / "weights" / "model.safetensors").keys()
         == load_file(tmp_path / "branch" / "weights" / "model.safetensors").keys()
     )
+
+
+def test_all_that_is_wrong_with_experts_at_once(tmp_path):
+    """Those that are missing or of another size, and another number of them than the file's."""
+    checkpoint.save(
+        fresh(
+            **SMALL,
+            arch="mixtral",
+            experts=3,
+            norm="rms",
+            activation="swiglu",
+            positions="rope",
+            bias="none",
+            tied=False,
+            head_dim=4,
+        ),
+        tmp_path,
+    )
+    path, block = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe"
+    tensors = load_file(path)
+    assert sum("experts" in name for name in tensors) == 2 * 3 * 3
+    bad = tensors | {f"{block}.experts.2.w2.weight": np.zeros((12, 19))}
+    del bad[f"{block}.experts.0.w3.weight"]
+    save_file(bad, path)
+    assert problems_of(tmp_path) == [
+        f"{block}.experts.2.w2.weight is [12, 19] in the file, [12, 20] in the model",
+        "layers.1.block_sparse_moe.experts.0.w3.weight is missing",
+    ]
+    save_file(tensors | {f"{block}.experts.1.w1.weight": np.full((20, 12), np.nan)}, path)
+    with pytest.raises(DataError, match=rf"not all numbers .* {block}.experts.1.w1.weight"):
+        loaded(tmp_path)
+    save_file(tensors, path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    written(tmp_path, config, num_local_experts=2)
+    assert problems_of(tmp_path)[1] == (
+        f"{block}.gate.weight is [3, 12] in the file, [2, 12] in the model"
+    )
+    written(tmp_path, config, num_local_experts=9)
+    *_, last = problems_of(tmp_path)
+    assert last == "and 18 other tensors"
+
+
+def problems_of(folder):
+    """What loading a folder finds wrong with its tensors, without the words before."""
+    with pytest.raises(DataError) as caught:
+        loaded(folder)
+    return [text.split("tensor ")[-1].split(f"{folder}: ")[-1] for text in caught.value.problems]

@@ -16,7 +16,7 @@ from state_cases import config_for, savers_of
 
 from mpipar.checkpoint.manifest import committed_steps
 from mpipar.checkpoint.tokenizer_files import write_tokenizer_files
-from mpipar.console.output import GrowingFile, write_text
+from mpipar.console.output import GrowingFile, Log, write_text
 from mpipar.errors import DataError, OutputError
 from mpipar.files import bounded, replace
 from mpipar.job import lock
@@ -45,7 +45,7 @@ def victim(tmp_path):
 
 @fault(52, "a planted link, pipe or folder in place of a file of the run", 74)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", run_folder.GROWING)
+@pytest.mark.parametrize("name", [run_folder.LOG, run_folder.METRICS, run_folder.EVALUATIONS])
 def test_a_growing_file_is_a_regular_file_of_the_run(kind, name, victim):
     run, outside, _ = victim
     KINDS[kind](run / name, outside)
@@ -271,3 +271,9 @@ def test_a_lock_that_is_no_file_is_refused(kind, victim):
 def test_a_picture_in_a_missing_folder_cannot_be_written(tmp_path):
     with pytest.raises(OutputError, match="No such file or directory"):
         write_text(tmp_path / "none" / "picture.svg", "")
+
+
+def test_no_foreign_text_is_a_line_of_the_log(tmp_path):
+    file = GrowingFile(tmp_path, "log.txt")
+    Log(0, file)("a\rb\u2028c\x85d")
+    assert (tmp_path / "log.txt").read_text() == "a\\rb\\u2028c\\x85d\n"

@@ -5,6 +5,7 @@ import functools
 import json
 import shutil
 
+import numpy as np
 import pytest
 from damage import flip
 from fault_table import fault
@@ -113,6 +114,47 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(words, here):
 
 
 @pytest.mark.slow
+def test_experts_of_a_killed_run_go_on_elsewhere(here):
+    """Their weights and state lie on four ranks, and are put together for a layout without ep."""
+    words = [
+        *TINY,
+        "--dtype",
+        "float64",
+        "--experts",
+        "4",
+        "--experts-per-token",
+        "2",
+        "--router-balance",
+        "bias",
+    ]
+    train(here, *words, "--out", "whole")
+    result = ended(
+        here,
+        "kill",
+        7,
+        *words,
+        "--num-microbatches",
+        "1",
+        "--layout",
+        "dp=4,ep=4",
+        "--zero",
+        "3",
+        "--save-interval",
+        "4",
+        "--out",
+        "killed",
+        ranks=4,
+    )
+    killed_by(result, 9)
+    elsewhere = ["--layout", "tp=2,pp=2", "--zero", "0"]
+    text = train(here, "--resume", "auto", "--out", "killed", *elsewhere, ranks=4)
+    assert "resumed after step 4" in text
+    pairs = [[line["loss"] for line in metrics(here / name)] for name in ("whole", "killed")]
+    np.testing.assert_allclose(*pairs, rtol=1e-12)
+    assert len(pairs[0]) == 10
+
+
+@pytest.mark.slow
 def test_two_ranks_killed_twice(here):
     words = [*TINY, "--pp", "2", "--schedule", "gpipe"]
     train(here, *words, "--out", "whole", ranks=2)
@@ -216,6 +258,16 @@ def test_damage_on_one_rank_makes_all_fall_back(here):
     assert "resumed after step 5" in text
     assert (newest.parent / "step-00000010.aside-1").is_dir()
     assert_same_run(here / "whole", here / "run")
+
+
+def test_no_checkpoint_is_whole(here):
+    train(here, *TINY, "--save-interval", "5", "--out", "run")
+    (here / "run" / "result.json").unlink()
+    for _, path in committed_steps(here / "run" / "checkpoints"):
+        (path / "manifest.json").write_text("{")
+    text = train(here, "--resume", "auto", "--out", "run", code=65)
+    assert text.count("manifest.json") == 2
+    assert len(metrics(here / "run")) == 10
 
 
 @fault(22, "no space at an interval: a warning, and the run continues", 0)

@@ -1,5 +1,6 @@
-"""Training with schedules: from CSV, chosen from measured costs, refused, and measured."""
+"""Training with schedules: by name, from CSV, refused, and measured."""
 
+import json
 import re
 
 import pytest
@@ -11,6 +12,23 @@ SMALL = [
     *"""--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8
     --num-microbatches 4 --steps 3 --sample-tokens 3 --dtype float64 --layout pp=2""".split(),
 ]
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.slow
+def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path):
+    path, name = tmp_path / "order.csv", "zb-v"
+    printed("schedule", name, "--pp", 2, "--num-microbatches", 4, "--csv", path)
+    runs = {"name": ["--schedule", name], "csv": ["--schedule-csv", path]}
+    for out, flags in runs.items():
+        result = mpipar("train", *SMALL, *flags, "--out", tmp_path / out, ranks=2).ended()
+        assert "text generated" in result.stdout
+        assert f", schedule {path if out == 'csv' else name}, " in result.stdout.splitlines()[0]
+    assert losses(tmp_path / "csv") == losses(tmp_path / "name")
 
 
 def test_what_a_csv_file_does_not_leave_open_is_refused(tmp_path):

@@ -8,6 +8,7 @@ import shutil
 
 import numpy as np
 import pytest
+from damage import flip
 from fault_table import fault
 from state_cases import assert_filled, config_for, loaded, saved
 
@@ -60,6 +61,14 @@ def test_every_flipped_bit_is_found(name, folder):
         path.write_bytes(content)
         assert_damaged(folder, name)
         content[place // 8] ^= 1 << place % 8
+
+
+def test_a_flipped_bit_names_file_and_tensor(folder):
+    flip(folder / PIECES, 1)
+    with pytest.raises(DataError, match=rf"{PIECES}: is damaged: its SHA-256 is .*; tensor "):
+        load(folder)
+    (problem,) = damage(folder)
+    assert re.search(rf"{PIECES}: is damaged: its SHA-256 is \w+, \w+ was written", problem)
 
 
 @pytest.mark.parametrize("size", [0, 7, 300, -1])

@@ -35,7 +35,7 @@ def measure(path: Path, commands: list[str]) -> None:
     rows = []
     if not (commands or path.exists()):
         raise DataError(f"{path}: does not exist; name the commands to measure")
-    with contextlib.closing(Workplace()) as workplace:
+    with contextlib.closing(Workplace(settings={})) as workplace:
         for command in commands or [row["command"] for row in rows_of(path)]:
             start = time.perf_counter()
             code, output = workplace.run(command)

@@ -20,10 +20,9 @@ from mpipar.errors import EnvironmentProblem
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# By the codes of `array`: the type, and how often the numbers are repeated; 56 kB of float32 take
-# another algorithm than a few numbers.
-TYPES = {"f": ("float32", 2000), "d": ("float64", 11), "l": ("int64", 11)}
+TYPES = {"f": "float32", "d": "float64", "l": "int64"}  # by the codes of `array`
 SIGNS = (1, -2, 3, -1, 2, -3, 1)
+REPEATS, MANY_REPEATS = 11, 2000  # 77 numbers, and 56 kB of float32: other algorithms
 TOP = 7  # ranks beyond this repeat the numbers of the first ones, so that float32 stays exact
 HIGH = 1 << 63  # negative for a library that takes it for signed
 LONG_MESSAGE = (1 << 31) + 8  # bytes
@@ -34,30 +33,61 @@ UNUSED = "MPI_MAX of uint64"  # mpipar takes the maximum of signed and floating 
 def wrong_reductions(mpi_comm: MPI.Intracomm) -> list[str]:
     """Return the reductions that gave this rank a wrong result, such as `MPI_SUM of int64`.
 
-    All are non-blocking and under way together: some libraries never yield in a blocking call, and
-    keep the core from the rank that they wait for.
-    Comm: 7 small reductions.
+    Where a core has several ranks, all are in their non-blocking forms and under way together: some
+    libraries never yield in a blocking call, and keep the core from the rank that they wait for.
+    Comm: 14 small reductions, and one that tells whether ranks share cores.
     """
     from mpi4py import MPI
 
     own, size = mpi_comm.rank, mpi_comm.size
-    factors = [place % TOP + 1 for place in range(size)]
-    results: list[tuple[str, array[Any], array[Any], MPI.Request]] = []
+    places = [place % TOP + 1 for place in range(size)]
+    crowded = array("l", [shares_cores()])
+    wait(mpi_comm.Iallreduce(MPI.IN_PLACE, crowded, MPI.MAX))
+    under_way: list[tuple[MPI.Request | None, Any]] = []
+    results: list[tuple[str, array[Any], array[Any]]] = []
 
-    def start(words: str, op: MPI.Op, x: array[Any], want: array[Any]) -> None:
-        results.append((words, x, want, mpi_comm.Iallreduce(MPI.IN_PLACE, x, op)))
+    def numbers(
+        code: str, factor: int, negative: int | None = None, repeats: int = REPEATS
+    ) -> array[Any]:
+        """Return SIGNS times a factor, or times another one where they are negative."""
+        unit, below = 1 << 40 if code == "l" else 1, factor if negative is None else negative
+        return array(code, [unit * s * (factor if s > 0 else below) for s in SIGNS]) * repeats
 
-    for code, (name, repeats) in TYPES.items():
-        unit = 1 << 40 if code == "l" else 1
-        for words, op, combined in (("MPI_SUM", MPI.SUM, sum), ("MPI_MAX", MPI.MAX, max)):
-            x = array(code, [unit * sign * factors[own] for sign in SIGNS]) * repeats
-            want = [combined(unit * sign * factor for factor in factors) for sign in SIGNS]
-            start(f"{words} of {name}", op, x, array(code, want) * repeats)
-    x = array("L", [place + HIGH * (place % size == own) for place in range(size)])
-    start(UNUSED, MPI.MAX, x, array("L", [place + HIGH for place in range(size)]))
-    for *_, request in results:
-        wait(request)
-    return [words for words, got, want, _ in results if got.tobytes() != want.tobytes()]
+    def call(name: str, *arguments: Any) -> None:
+        if crowded[0] and not name.startswith("I"):
+            name = f"I{name.lower()}"
+        under_way.append((getattr(mpi_comm, name)(*arguments), arguments))
+
+    def all_reduce(words: str, op: MPI.Op, x: array[Any], want: array[Any]) -> None:
+        call("Allreduce", MPI.IN_PLACE, x, op)
+        results.append((words, x, want))
+
+    for code, name in TYPES.items():
+        x, largest = numbers(code, places[own]), numbers(code, max(places), min(places))
+        all_reduce(f"MPI_SUM of {name}", MPI.SUM, x[:], numbers(code, sum(places)))
+        all_reduce(f"MPI_MAX of {name}", MPI.MAX, x[:], largest)
+    all_reduce("MPI_MIN of int64", MPI.MIN, x, numbers("l", min(places), max(places)))
+    x = array("L", [i + HIGH * (i % size == own) for i in range(size)])
+    all_reduce(UNUSED, MPI.MAX, x, array("L", [i + HIGH for i in range(size)]))
+    for code in "fd":
+        mine, whole = numbers(code, places[own]), numbers(code, sum(places))
+        total, part = mine[:], mine[:]
+        call("Reduce", mine, None if own else total, MPI.SUM)
+        call("Reduce_scatter_block", mine * size, part)
+        if own == 0:
+            results.append((f"MPI_Reduce of {TYPES[code]}", total, whole))
+        results.append((f"MPI_Reduce_scatter_block of {TYPES[code]}", part, whole))
+    rows, many = mine * size, numbers("f", places[own], repeats=MANY_REPEATS)
+    call("Ireduce_scatter_block", MPI.IN_PLACE, rows)
+    call("Iallreduce", MPI.IN_PLACE, many)
+    for request, _buffers in under_way:  # mpi4py does not keep the buffers
+        if request is not None:
+            wait(request)
+    results += [
+        ("MPI_Ireduce_scatter_block of float64", rows[: len(whole)], whole),
+        ("MPI_Iallreduce of float32", many, numbers("f", sum(places), repeats=MANY_REPEATS)),
+    ]
+    return [words for words, got, want in results if got.tobytes() != want.tobytes()]
 
 
 def shares_cores() -> bool:

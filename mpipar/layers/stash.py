@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from mpipar.ops.signature import Array, Shape
-
-if TYPE_CHECKING:
-    pass
 
 
 class Batch(Protocol):

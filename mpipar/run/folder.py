@@ -30,7 +30,6 @@ LOG = "log.txt"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line per reported step
 CSV, REPORT = "metrics.csv", "report.html"  # made from the other files when the run ends
 RESULT = "result.json"  # exists once a run is complete
-GROWING = (LOG, METRICS, EVALUATIONS)
 FOLDERS = (CHECKPOINTS, WEIGHTS, "trace", HANG, "tensorboard")
 
 

@@ -1,6 +1,7 @@
 """What a Comm refuses before anything is sent, and the self-test of the MPI library."""
 
 import inspect
+import os
 
 import numpy as np
 import pytest
@@ -131,24 +132,48 @@ class Wrong:
         return call
 
 
+@pytest.fixture
+def crowded(monkeypatch):
+    """Let both ranks have one core, so that no reduction blocks."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+
+
 def test_this_library_is_right():
     assert [words for words in self_test.wrong_reductions(WORLD) if words != self_test.UNUSED] == []
     self_test.check_reductions(WORLD, "this library")
 
 
-@pytest.mark.parametrize(("dtype", "name"), [("f", "float32"), ("d", "float64"), ("l", "int64")])
-def test_a_wrong_reduction_is_named_with_its_library(dtype, name):
+@pytest.mark.parametrize(("method", "dtype", "words"), [
+    ("Allreduce", "f", "MPI_SUM of float32, MPI_MAX of float32"),
+    ("Allreduce", "d", "MPI_SUM of float64, MPI_MAX of float64"),
+    ("Allreduce", "l", "MPI_SUM of int64, MPI_MAX of int64, MPI_MIN of int64"),
+    ("Reduce_scatter_block", "d", "MPI_Reduce_scatter_block of float64"),
+    ("Ireduce_scatter_block", "d", "MPI_Ireduce_scatter_block of float64"),
+    ("Iallreduce", "f", "MPI_Iallreduce of float32"),
+])  # fmt: skip
+def test_a_wrong_reduction_is_named_with_its_library(method, dtype, words):
     text = raised_everywhere(
         EnvironmentProblem,
-        lambda: self_test.check_reductions(Wrong("Iallreduce", dtype), "Some MPI 1.2"),
+        lambda: self_test.check_reductions(Wrong(method, dtype), "Some MPI 1.2"),
     )
-    words = f"MPI_SUM of {name}, MPI_MAX of {name}"
     assert text.startswith(f"the MPI library (Some MPI 1.2) computes wrong results: {words}; use")
 
 
+@pytest.mark.usefixtures("crowded")
+def test_ranks_that_share_a_core_test_the_same_without_blocking():
+    class Calls(Wrong):
+        def __getattr__(self, name):
+            assert name in ("rank", "size") or name.startswith("I")
+            return super().__getattr__(name)
+
+    assert set(self_test.wrong_reductions(Calls("", ""))) <= {self_test.UNUSED}
+    found = self_test.wrong_reductions(Calls("Iallreduce", "l"))
+    assert found[:3] == ["MPI_SUM of int64", "MPI_MAX of int64", "MPI_MIN of int64"]
+
+
 def test_unsigned_maxima_are_tested_but_not_needed():
-    assert self_test.wrong_reductions(Wrong("Iallreduce", "L")) == [self_test.UNUSED]
-    self_test.check_reductions(Wrong("Iallreduce", "L"), "Some MPI 1.2")
+    assert self_test.wrong_reductions(Wrong("Allreduce", "L")) == [self_test.UNUSED]
+    self_test.check_reductions(Wrong("Allreduce", "L"), "Some MPI 1.2")
 
 
 def test_a_report_of_drift_notices_that_no_two_ranks_differ(monkeypatch):

@@ -5,7 +5,7 @@ float32. Letters as in `array_ops`. d is at most MOST_WIDTH, and Hkv may be any 
 """
 
 from collections.abc import Sequence
-from math import ceil, e, log2
+from math import ceil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +35,6 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDTHS = (32, 64, 128)
 MOST_WIDTH = WIDTHS[-1]
 DELTA_THREADS = 128
-LOG2_E = log2(e)
 FILES = {"flash_forward": "flash_forward.cu", "flash_backward": "flash_backward.cu"}
 
 
