@@ -33,11 +33,11 @@ from mpipar.config import flags
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
-from mpipar.data.rows import Batch
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.inference.generate import Text, generate
 from mpipar.inference.sampling import Sampling
 from mpipar.job.one_rank import OneRank
+from mpipar.layers.stash import Batch
 from mpipar.ops import make
 
 TOLERANCE = 1e-4  # of the largest logit: how much likelier another token may be

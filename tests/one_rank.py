@@ -11,7 +11,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve as resolve_alone
 from mpipar.config.sections import Config
-from mpipar.data.rows import Batch
+from mpipar.layers.stash import Batch
 from mpipar.ops import make
 from mpipar.run.resolve import resolve
 from mpipar.train.worker import Worker

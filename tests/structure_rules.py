@@ -11,7 +11,7 @@ from helpers import REPOSITORY
 from mpipar.cli import COMMANDS
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
-FLOORS = """errors files ops comm data job config layers models pipeline checkpoint
+FLOORS = """cache errors files ops comm job config layers data models pipeline checkpoint
     console study.schedules trace train study.explain plan inference run interconnect learn
     commands cli __main__""".split()
 PACKAGE = REPOSITORY / "mpipar"

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import model_settings
-from mpipar.data.rows import Batch
 from mpipar.errors import DataError, UsageError
+from mpipar.layers.stash import Batch
 from mpipar.run.resolve import resolve
 
 SHAPE = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17}

@@ -15,12 +15,12 @@ from mpipar.checkpoint import weights as checkpoint
 from mpipar.checkpoint.formats import apart, format_of
 from mpipar.checkpoint.hf_llama import LLAMA
 from mpipar.checkpoint.weight_files import WeightFiles
-from mpipar.data.rows import Batch
 from mpipar.inference.generate import STOP, Text, generate
 from mpipar.inference.sampling import Sampling
 from mpipar.layers.attention import Rotation
 from mpipar.layers.ffn import GatedFeedForward
 from mpipar.layers.parallel.local_attention import LocalAttention
+from mpipar.layers.stash import Batch
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.train.optim import learning_rate
 

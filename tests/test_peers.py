@@ -9,7 +9,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
-from mpipar.data.rows import Batch
+from mpipar.layers.stash import Batch
 from mpipar.ops import make
 from mpipar.train.worker import Worker
 

@@ -13,7 +13,7 @@ from bench.step.sides import step_flops
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
-from mpipar.data.rows import Batch
+from mpipar.layers.stash import Batch
 from mpipar.ops import make, make_for, shapes_for
 from mpipar.study.explain.formulas import units_of
 from mpipar.study.explain.predict import predict

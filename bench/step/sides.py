@@ -18,7 +18,7 @@ from mpipar.config import flags
 from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
-from mpipar.data.rows import Batch
+from mpipar.layers.stash import Batch
 from mpipar.study.explain.predict import predict
 from mpipar.train.optim import learning_rate
 

@@ -6,8 +6,9 @@ from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Key, Sums, family
 from mpipar.config.layout import sizes_text
+from mpipar.config.model import ModelConfig
 from mpipar.files.text import counted
-from mpipar.models.decoder import CUT, ENTRY, describe_model
+from mpipar.models.decoder import CUT, ENTRY
 
 BARRIER = ("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step")
 
@@ -65,6 +66,25 @@ def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
         f"{kernels}{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
         f"model {run.preset}: {describe_model(model)};"
         f" {config.train.optimizer}, {counted(config.train.batch_size, 'row')} per step"
+    )
+
+
+def describe_model(config: ModelConfig) -> str:
+    """Return the sizes of a resolved ModelConfig, for a headline, and how it differs from GPT-2."""
+    one = config.completed()
+    assert one.head_dim, "completed"
+    keys = f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else ""
+    width = f" of {one.head_dim}" if one.head_dim * one.heads != one.d_model else ""
+    more = (
+        [", tied head"] * one.tied
+        + [", RMSNorm"] * (one.norm == "rms")
+        + [", SwiGLU"] * (one.activation == "swiglu")
+        + [", RoPE"] * (one.positions == "rope")
+    )
+    return (
+        f"{counted(one.layers, 'layer')}, D {one.d_model},"
+        f" {counted(one.heads, 'head')}{keys}{width}, F {one.ffn},"
+        f" T {one.seq_len}, V {one.vocab_size}{''.join(more)}"
     )
 
 

@@ -5,34 +5,14 @@ same rows. Under context parallelism, each rank reads only its slices of every r
 of a microbatch, T tokens that a rank reads of each.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 
 from mpipar.comm.grid import token_pieces
 from mpipar.data.source import load_source
 from mpipar.errors import DataError
+from mpipar.layers.stash import Batch
 
 HELD_OUT = 10  # one part in ten is held out
-
-
-@dataclass(frozen=True)
-class Batch:
-    """One microbatch: tokens and targets (B, T), positions (T,).
-
-    targets is None when generating; positions may then be (B, T), one set per row. all_positions:
-    those of the tokens that all ranks of cp hold, None if a rank holds them all.
-    """
-
-    tokens: Any
-    targets: Any
-    positions: Any
-    all_positions: Any = None
-
-    @property
-    def shape(self) -> Any:
-        return self.tokens.shape
 
 
 def split(tokens, seq_len: int):

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from mpipar.cache import cache_folder
 from mpipar.errors import DataError
 from mpipar.files.bounded import problems_as, read_json
-from mpipar.files.cache import cache_folder
 from mpipar.files.replace import replace_file
 
 FOLDER = "digests"  # in the cache folder

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpipar.data.rows import Batch
 from mpipar.errors import NonFiniteError
 from mpipar.inference.sampling import Sampling, best, draw
 from mpipar.layers.parallel.kv_cache import KVCache
+from mpipar.layers.stash import Batch
 from mpipar.train.gradsync import all_reduce_scalars
 
 # Why a text has ended.

@@ -16,10 +16,10 @@ import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 
+from mpipar.cache import cache_folder
 from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_library, short_name
 from mpipar.errors import EnvironmentProblem
-from mpipar.files.cache import cache_folder
 from mpipar.job import consistency
 from mpipar.job.one_rank import OneRank
 

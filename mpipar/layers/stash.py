@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from mpipar.ops.signature import Array, Shape
 
 
-class Batch(Protocol):
+@dataclass(frozen=True)
+class Batch:
     """One microbatch: tokens and targets (B, T), and positions (T,) in their rows.
 
     targets is None when generating; positions may then be (B, T), one set per row. all_positions:
     those of the tokens that all ranks of cp hold, None if a rank holds them all.
     """
 
+    tokens: Array
+    targets: Array | None
+    positions: Array
+    all_positions: Array | None = None
+
     @property
-    def tokens(self) -> Array: ...
-    @property
-    def targets(self) -> Array | None: ...
-    @property
-    def positions(self) -> Array: ...
-    @property
-    def all_positions(self) -> Array | None: ...
-    @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> Shape:
+        shape: Shape = self.tokens.shape
+        return shape
 
 
 class Stash(dict[tuple[Any, str], Any]):

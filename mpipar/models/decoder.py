@@ -14,7 +14,6 @@ import math
 from dataclasses import replace
 
 from mpipar.config.model import ModelConfig
-from mpipar.files.text import counted
 from mpipar.layers.attention import Attention, Rotation
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
@@ -190,25 +189,6 @@ def shared_table(
             multiple=context.ops.table_multiple,
         )
     return tables[name]
-
-
-def describe_model(config: ModelConfig) -> str:
-    """Return the sizes of a resolved ModelConfig, for a headline, and how it differs from GPT-2."""
-    one = config.completed()
-    assert one.head_dim, "completed"
-    keys = f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else ""
-    width = f" of {one.head_dim}" if one.head_dim * one.heads != one.d_model else ""
-    more = (
-        [", tied head"] * one.tied
-        + [", RMSNorm"] * (one.norm == "rms")
-        + [", SwiGLU"] * (one.activation == "swiglu")
-        + [", RoPE"] * (one.positions == "rope")
-    )
-    return (
-        f"{counted(one.layers, 'layer')}, D {one.d_model},"
-        f" {counted(one.heads, 'head')}{keys}{width}, F {one.ffn},"
-        f" T {one.seq_len}, V {one.vocab_size}{''.join(more)}"
-    )
 
 
 class Stage(LayerRun):

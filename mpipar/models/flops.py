@@ -6,12 +6,11 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.model import ModelConfig
-from mpipar.data.rows import Batch
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.loss import Head
-from mpipar.layers.stash import Stash
+from mpipar.layers.stash import Batch, Stash
 from mpipar.models.decoder import BLOCKS, TOKENS, shared_table
 from mpipar.models.split import UnitFlops
 from mpipar.ops.shape_ops import ShapeOps

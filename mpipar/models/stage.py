@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
 from mpipar.layers.flat import flats_of
 from mpipar.layers.loss import CrossEntropy
 from mpipar.layers.param import Param
-from mpipar.layers.stash import Stash
+from mpipar.layers.stash import Batch, Stash
 from mpipar.ops.signature import Array
 
 
@@ -60,7 +60,7 @@ class LayerRun:
         """The parameters of the stage's buffers."""
         return [param for flat in self.flats for param in flat.params]
 
-    def in_shape(self, batch: Any) -> tuple[int, ...]:
+    def in_shape(self, batch: Batch) -> tuple[int, ...]:
         """Return the shape of activations between stages: (B, tokens held, D)."""
         return (batch.shape[0], self.held.length(batch.shape[1]), self.width)
 

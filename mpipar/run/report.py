@@ -17,12 +17,12 @@ from statistics import median
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.console import series, tables
+from mpipar.console.tables import describe_model
 from mpipar.errors import UserError
 from mpipar.files.bounded import open_regular
 from mpipar.files.replace import replace_file
 from mpipar.files.text import counted
 from mpipar.job import blas, consistency, mpi
-from mpipar.models.decoder import describe_model
 from mpipar.run.folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
 from mpipar.trace import html, trace_file
 from mpipar.trace.analysis import Analysis

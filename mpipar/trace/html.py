@@ -17,8 +17,8 @@ from pathlib import Path
 from mpipar.comm.record import BUSY
 from mpipar.config.model import model_config
 from mpipar.console import html, output, series
+from mpipar.console.tables import describe_model
 from mpipar.files.text import counted
-from mpipar.models.decoder import describe_model
 from mpipar.trace.analysis import Analysis, barrier_cells
 
 MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has a few thousand

@@ -20,9 +20,9 @@ from mpipar.comm.record import Recorder
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.run import TEMPERATURE
 from mpipar.data import rows
-from mpipar.data.rows import Batch
 from mpipar.files.text import quoted
 from mpipar.inference.sampling import Sampling, best, draw
+from mpipar.layers.stash import Batch
 from mpipar.run.inputs import prepare
 from mpipar.train.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker

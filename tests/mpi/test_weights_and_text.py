@@ -10,9 +10,9 @@ from small_model import EMPTY_STAGES, LAYOUTS, MODEL, WORLD, small_config, worke
 from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.record import Sums
 from mpipar.config.model import model_config
-from mpipar.data.rows import Batch
 from mpipar.inference.generate import Text, continue_one, generate
 from mpipar.inference.sampling import Sampling
+from mpipar.layers.stash import Batch
 
 HERE = LAYOUTS[WORLD.size]
 SHAPE = {"layers": MODEL.layers, "D": MODEL.d_model, "F": MODEL.ffn, "T": MODEL.seq_len,

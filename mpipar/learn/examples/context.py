@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from mpipar.comm.grid import token_pieces
-from mpipar.data.rows import Batch
 from mpipar.layers.parallel.local_attention import LocalAttention
 from mpipar.layers.parallel.ring_attention import RingAttention
+from mpipar.layers.stash import Batch
 from mpipar.learn.examples.wires import difference
 
 TOKENS = 8
