@@ -39,6 +39,7 @@ SESSIONS = [
             "docs/questions",
             "docs/planning",
             "docs/failures",
+            "docs/install",
             "docs/interconnect",
             "docs/partitioning",
             "docs/schedules",

@@ -203,7 +203,7 @@ def launch_remarks(library: str, cores: int, user: int) -> list[str]:
     root = " as root it also needs --allow-run-as-root;" if user == 0 else ""
     words = (
         f"Open MPI's mpiexec refuses more ranks than cores ({cores}) without {many};{root}"
-        " see docs/how-to/mpi.md"
+        " see docs/install.md"
     )
     return ["", words] if library.startswith("Open MPI") else []
 

@@ -322,8 +322,8 @@ def wrong_results(cuts) -> set[str]:
 
 @pytest.fixture
 def add_here(monkeypatch, tmp_path):
-    """The cut of docs/how-to/add-a-cut.md, in the table."""
-    page = (REPOSITORY / "docs" / "how-to" / "add-a-cut.md").read_text(encoding="utf-8")
+    """The cut of docs/how-to/add-a-layer.md, in the table."""
+    page = (REPOSITORY / "docs" / "how-to" / "add-a-layer.md").read_text(encoding="utf-8")
     (tmp_path / "add_here.py").write_text(dict(FILE.findall(page))["add_here.py"])
     cut = runpy.run_path(str(tmp_path / "add_here.py"))["AddHereLinear"]
     monkeypatch.setitem(LINEARS, "add_here", cut)
