@@ -23,7 +23,7 @@ from bench.timing import seconds_of
 from mpipar import ops as ops_module
 from mpipar.interconnect import files, job
 from mpipar.interconnect.arguments import Arguments
-from mpipar.plan.machine import GENERATIONS
+from mpipar.study.plan.machine import GENERATIONS
 
 SIDES = (64, 128, 256, 512, 1024, 2048)  # of square matmuls
 TOKENS, HEADS, WIDTH = 512, 4, 64  # of attention

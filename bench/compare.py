@@ -4,7 +4,7 @@ import sys
 
 from mpipar import cli
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
-from mpipar.job.session import guard
+from mpipar.run.process.session import guard
 
 
 def main(argv: list[str], session) -> int:

@@ -2,9 +2,9 @@
 
     python -m bench.fit_planner
 
-prints the constants as they are written in mpipar/plan/machines/*.toml and in STACKS of
-mpipar/plan/job.py. Those of products come from a device's own table only; those of stacks from
-steps. Then the stacks are fitted again without each source in turn, and the errors printed are
+prints the constants as they are written in mpipar/study/plan/machines/*.toml and in STACKS of
+mpipar/study/plan/job.py. Those of products come from a device's own table only; those of stacks
+from steps. Then the stacks are fitted again without each source in turn, and the errors printed are
 those of the steps that were left out. No constant belongs to a source, a model or a row. SciPy is
 needed.
 """
@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from bench.runs import Run, published_runs, read_rows, read_runs, stack_name
-from mpipar.plan.job import Constants
-from mpipar.plan.model import step_time
+from mpipar.study.plan.job import Constants
+from mpipar.study.plan.model import step_time
 
 PRODUCTS = {"a100-80": "A100-80-SXM", "h100": "H100-SXM", "b200": "B200-SXM"}
 FIRST = {"products": 0.9, "elementwise": 1.0, "attention": 1.0, "starts_us": 300.0}

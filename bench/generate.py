@@ -28,17 +28,17 @@ from threadpoolctl import threadpool_limits
 from bench import results
 from bench.program import Outcome, Program
 from bench.training import worker_of
-from mpipar.checkpoint import weights as checkpoint
 from mpipar.config import flags
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
-from mpipar.inference.generate import Text, generate
-from mpipar.inference.sampling import Sampling
-from mpipar.job.one_rank import OneRank
 from mpipar.layers.stash import Batch
 from mpipar.ops import make
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.inference.generate import Text, generate
+from mpipar.run.inference.sampling import Sampling
+from mpipar.run.process.one_rank import OneRank
 
 TOLERANCE = 1e-4  # of the largest logit: how much likelier another token may be
 SINGLE_TOKENS = 3  # that are timed without a cache

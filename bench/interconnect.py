@@ -4,7 +4,7 @@ import sys
 
 from mpipar import cli
 from mpipar.errors import UsageError
-from mpipar.job.session import guard
+from mpipar.run.process.session import guard
 
 OLD = {
     "--ways": "--via",

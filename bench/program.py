@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from bench import results
 from mpipar.config import flags
-from mpipar.job.session import guard
+from mpipar.run.process.session import guard
 
 Counts = Mapping[str, tuple[int, str]]  # flag: its default, its help
 

@@ -21,9 +21,9 @@ from bench import results
 from bench.fit_planner import left_out
 from bench.runs import Run, published_runs, read_runs
 from mpipar.config.layout import sizes_text
-from mpipar.plan.memory import GIB, fullest
-from mpipar.plan.report import why_not
-from mpipar.plan.search import Question, search
+from mpipar.study.plan.memory import GIB, fullest
+from mpipar.study.plan.report import why_not
+from mpipar.study.plan.search import Question, search
 
 OUT = Path(__file__).parent / "results"
 CHOSEN = ("dgxc", "Nemotron", "Llama 3")

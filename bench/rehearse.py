@@ -31,13 +31,13 @@ from mpipar.comm.group import Comm
 from mpipar.comm.record import Record, Recorder, as_record, family
 from mpipar.comm.request import Array, Request
 from mpipar.comm.transport import Counts, Exchanged, ShapesTransport
-from mpipar.console.tables import layout_text
-from mpipar.data import rows
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
-from mpipar.files.text import counted
 from mpipar.interconnect.hosts import check_room, free_bytes
-from mpipar.plan.machine import Machine, load_machine
+from mpipar.run.console.tables import layout_text
+from mpipar.run.data import rows
+from mpipar.run.files.text import counted
 from mpipar.study.explain.predict import worker_on_shapes
+from mpipar.study.plan.machine import Machine, load_machine
 from mpipar.train import build
 
 WARM_UP, CALL, WAIT, LOOK = 2, "call", "wait", "look"  # steps; what happens in a script

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpipar.errors import DataError, OutputError
 from mpipar.interconnect.files import write_text
-from mpipar.job.blas import processor
+from mpipar.run.process.blas import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1

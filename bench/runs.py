@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mpipar.plan.job import BY_NAME, STACKS, Layout, Shape, Stack
-from mpipar.plan.machine import Machine, load_machine
-from mpipar.plan.memory import GIB, fullest
-from mpipar.plan.model import step_time
+from mpipar.study.plan.job import BY_NAME, STACKS, Layout, Shape, Stack
+from mpipar.study.plan.machine import Machine, load_machine
+from mpipar.study.plan.memory import GIB, fullest
+from mpipar.study.plan.model import step_time
 
 OLD_START = 3.5  # of collectives before 2023: two tables of A100, for different versions of NCCL
 DATA = Path(__file__).parent / "data"

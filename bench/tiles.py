@@ -37,9 +37,9 @@ from bench.program import Outcome, Program
 from bench.timing import seconds_of
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
-from mpipar.job import blas
 from mpipar.ops import make, numpy_ops
 from mpipar.ops.array_ops import ArrayOps
+from mpipar.run.process import blas
 
 ELEMENTS = (1 << 10, 1 << 14, 1 << 16, 1 << 20)
 QUERIES = (4, 64, 256)

@@ -13,9 +13,9 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.commands.explain import of_named_axes
-from mpipar.data import rows
-from mpipar.data.rows import Rows
-from mpipar.data.source import load_source
+from mpipar.run.data import rows
+from mpipar.run.data.rows import Rows
+from mpipar.run.data.source import load_source
 from mpipar.run.resolve import resolve
 from mpipar.train.worker import StepResult, Worker
 

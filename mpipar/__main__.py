@@ -1,7 +1,7 @@
 """`mpipar` and `python -m mpipar`: every command runs inside the guard."""
 
 from mpipar.cli import main as run_command
-from mpipar.job.session import guard
+from mpipar.run.process.session import guard
 
 
 def main() -> None:

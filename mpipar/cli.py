@@ -18,8 +18,8 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import in_force
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, combine, suggestion
-from mpipar.job import blas, consistency
-from mpipar.job.session import Session
+from mpipar.run.process import blas, consistency
+from mpipar.run.process.session import Session
 
 COMMANDS = {  # each is the COMMAND of the module mpipar.commands.NAME
     "train": "train a model on all ranks, in any layout dp x pp x cp x tp",

@@ -28,7 +28,7 @@ from stand_in import real_cupy  # noqa: F401 - likewise
 from traced_runs import late_runs  # noqa: F401 - likewise
 
 from bench.kernels import nvrtc
-from mpipar.job import blas
+from mpipar.run.process import blas
 
 # Programs that the tests start multiply with the kernels that run here, so that the same products
 # are equal in both.
@@ -248,8 +248,8 @@ def window():
 @pytest.fixture
 def opened(window, tmp_path):
     """Open the page of a trace; afterwards the console must be empty."""
-    from mpipar.trace import html
-    from mpipar.trace.analysis import Analysis
+    from mpipar.study.trace import html
+    from mpipar.study.trace.analysis import Analysis
 
     def load(case, **options):
         path = tmp_path / "page.html"

@@ -20,15 +20,16 @@ import time
 import numpy as np
 
 from mpipar import cli, data
-from mpipar.checkpoint import save, weights
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.group import Comm
-from mpipar.data.rows import Rows
-from mpipar.job import mpi, watchdog
-from mpipar.job.session import Session, guard
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
-from mpipar.run import inputs, report, resume, training
+from mpipar.run import inputs, resume, training
+from mpipar.run.checkpoint import save, weights
+from mpipar.run.data.rows import Rows
+from mpipar.run.process import mpi, watchdog
+from mpipar.run.process.session import Session, guard
+from mpipar.study import report
 from mpipar.train.gradsync import GradSync
 from mpipar.train.optim import OPTIMIZERS, AdamW
 from mpipar.train.worker import Worker

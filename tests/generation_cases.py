@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from mpipar.inference import generate as generation
-from mpipar.inference.generate import Text, generate
 from mpipar.layers.stash import Batch
+from mpipar.run.inference import generate as generation
+from mpipar.run.inference.generate import Text, generate
 
 # Shapes of the small model; 6 heads of width 4, one family with shared heads of keys and values.
 FAMILIES = {

@@ -6,9 +6,9 @@ from one_rank import fresh
 from simulated_ranks import workers_of
 from state_cases import config_for, savers_of
 
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.files import replace
-from mpipar.trace import trace_file
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.files import replace
+from mpipar.run.trace import trace_file
 
 KINDS = {  # what stands in the place of a file: plant it at a path
     "a link": lambda path, outside: path.symlink_to(outside),

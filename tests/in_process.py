@@ -18,10 +18,10 @@ from helpers import Finished
 from mpipar import cli
 from mpipar.comm.launcher import Launcher
 from mpipar.errors import UserError
-from mpipar.job import failure, mpi
-from mpipar.job import session as job_session
-from mpipar.job.one_rank import OneRank
-from mpipar.job.session import Session
+from mpipar.run.process import failure, mpi
+from mpipar.run.process import session as job_session
+from mpipar.run.process.one_rank import OneRank
+from mpipar.run.process.session import Session
 
 
 class StandIn(Session):

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from mpipar.errors import DataError, OutputError, UsageError
-from mpipar.job import mpi
-from mpipar.job.environment import started
-from mpipar.job.session import guard
+from mpipar.run.process import mpi
+from mpipar.run.process.environment import started
+from mpipar.run.process.session import guard
 
 
 def fail_with(error):

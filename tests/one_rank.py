@@ -6,13 +6,13 @@ import numpy as np
 from config_helpers import changed, reading_of
 from safetensors.numpy import load_file, save_file
 
-from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve as resolve_alone
 from mpipar.config.sections import Config
 from mpipar.layers.stash import Batch
 from mpipar.ops import make
+from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.resolve import resolve
 from mpipar.train.worker import Worker
 

@@ -6,11 +6,11 @@ import numpy as np
 from config_helpers import changed
 from simulated_ranks import on_all, workers_of
 
-from mpipar.checkpoint.load import load_state
-from mpipar.checkpoint.manifest import committed_steps, read_manifest
-from mpipar.checkpoint.save import Saver
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
+from mpipar.run.checkpoint.load import load_state
+from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
+from mpipar.run.checkpoint.save import Saver
 
 DECODER = {"layers": 3, "d_model": 12, "heads": 6, "ffn": 21, "seq_len": 8, "vocab_size": 29}
 FACTS = {"config": "steps = 3\n", "data": {"tokens": 17, "sha256": "00"}}

@@ -11,9 +11,11 @@ from helpers import REPOSITORY
 from mpipar.cli import COMMANDS
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
-FLOORS = """cache errors files ops comm job config layers data models pipeline checkpoint
-    console study.schedules trace train study.explain plan inference run interconnect learn
-    commands cli __main__""".split()
+FLOORS = """cache errors run.files ops comm run.process config layers run.data models
+    pipeline run.checkpoint run.console train run.trace run.inference run study.schedules
+    study.explain study.plan study.trace study interconnect study.examples commands cli
+    __main__""".split()
+HOUSES = ("run", "study")  # their folders are floors of their own
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {
     "comm.checked",
@@ -32,11 +34,11 @@ WIRE = {
     "comm.algorithms.window",
 }
 # What these send stays out of the records.
-REPORTS = {"trace.clock", "comm.facts", "comm.hosts", "job.self_test"}
+REPORTS = {"run.trace.clock", "comm.facts", "comm.hosts", "run.process.self_test"}
 # The benchmark makes the same calls beside those of comm.
 BARE = {f"interconnect.{name}" for name in "cases compiled groups job measure vet".split()}
-IMPORT_MPI = WIRE | REPORTS | BARE | {"job.mpi", "comm.launcher", "commands.doctor"}
-CALL_MPI = WIRE | REPORTS | BARE | {"job.session", "job.mpi"}
+IMPORT_MPI = WIRE | REPORTS | BARE | {"run.process.mpi", "comm.launcher", "commands.doctor"}
+CALL_MPI = WIRE | REPORTS | BARE | {"run.process.session", "run.process.mpi"}
 MPI_CALLS = set(
     """Allgather Allgatherv Allreduce Alltoall Alltoallv Barrier Bcast Gather Gatherv
     Iallgather Iallgatherv Iallreduce Ibarrier Ireduce_scatter Ireduce_scatter_block Irecv
@@ -84,10 +86,11 @@ def target(name):
 
 
 def folder(module):
-    """ops.cuda.gemm -> ops, study.schedules.draw -> study.schedules; a root module is its own."""
+    """ops.cuda.gemm -> ops, study.schedules.draw -> study.schedules, run.resume -> run."""
     parts = module.split(".")
-    if parts[0] == "study":
-        return ".".join(parts[:2]) if len(parts) > 1 else "__init__"
+    inner = "/".join(parts[:2])
+    if parts[0] in HOUSES and (PACKAGE / inner).is_dir():
+        return inner.replace("/", ".")
     return parts[0]
 
 
@@ -221,11 +224,13 @@ def name_problems(module, source):
     Only grid.py, launchers and views of a run have bare names: the last two know one kind of rank.
     So has a command's flag --rank.
     """
-    if module in ("comm.grid", "comm.facts", "trace.clock", "comm.launcher") or folder(module) in (
-        "console",
-        "job",
-        "plan",
-        "trace",
+    known = ("comm.grid", "comm.facts", "run.trace.clock", "comm.launcher")
+    if module in known or folder(module) in (
+        "run.console",
+        "run.process",
+        "run.trace",
+        "study.plan",
+        "study.trace",
     ):
         return []
     found, tree = set(), parsed(source)

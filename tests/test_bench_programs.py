@@ -25,7 +25,7 @@ from mpipar.errors import (
     OutputError,
     UsageError,
 )
-from mpipar.inference import generate as generation
+from mpipar.run.inference import generate as generation
 
 LIMIT = 100  # seconds
 TEXTS = "--presets tiny --prompt-tokens 6 --new-tokens 4 --repeats 1 --batch-sizes 2"
@@ -187,7 +187,7 @@ def changed(module, change, words, ranks):
     """A program in which something is replaced."""
     code = (
         f"import importlib; program = importlib.import_module('bench.{module}'); {change}\n"
-        "from mpipar.job.session import guard; guard(program.main)"
+        "from mpipar.run.process.session import guard; guard(program.main)"
     )
     return run_ranks(ranks, [sys.executable, "-c", code, *words.split()], timeout=LIMIT)
 

@@ -9,8 +9,8 @@ from bench import rehearse
 from bench.rehearse import CALL, WAIT, configured, lay_out, room_needed, script_of, seconds_of
 from bench.training import config_of
 from mpipar.errors import UsageError
-from mpipar.plan.machine import load_machine
 from mpipar.study.explain.predict import predict
+from mpipar.study.plan.machine import load_machine
 
 SMALL = "--layers 2 --num-microbatches 2 --batch-size 24"
 LAYOUTS = {

@@ -7,7 +7,7 @@ from helpers import run_ranks
 from program import LIMIT, TEXT, block_of, environment, mpipar
 
 from mpipar.errors import EnvironmentProblem
-from mpipar.job import blas
+from mpipar.run.process import blas
 
 NEW, OLD = blas.KERNELS["SkylakeX"], blas.KERNELS["Haswell"]
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2

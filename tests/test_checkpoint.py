@@ -16,10 +16,10 @@ from in_process import assert_refused, refusal
 from one_rank import fresh, loaded, logits, worker_for
 from safetensors.numpy import load_file, save_file
 
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.formats import model_settings
 from mpipar.errors import DataError, UsageError
 from mpipar.layers.stash import Batch
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.formats import model_settings
 from mpipar.run.resolve import resolve
 
 SHAPE = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17}

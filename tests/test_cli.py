@@ -14,12 +14,12 @@ from helpers import REPOSITORY, run_command
 from in_process import printed, refusal
 
 from mpipar import __version__, cli, errors
-from mpipar.checkpoint.params import all_params
 from mpipar.commands.command import Command
 from mpipar.config.sections import FIELDS, FLAGS
 from mpipar.config.setting import flag
 from mpipar.errors import DataError, UsageError
-from mpipar.job import failure
+from mpipar.run.checkpoint.params import all_params
+from mpipar.run.process import failure
 from mpipar.run.resolve import resolve
 
 LIMIT = 60.0
@@ -145,7 +145,7 @@ print("start", loaded("numpy", "mpi4py", "safetensors"))
 for command, words in (("train", []), ("generate", ["RUN"]), ("verify", []), ("doctor", [])):
     cli.context_of(None, command, words)
     print(command, loaded("numpy", "mpi4py.MPI", "safetensors"))
-import mpipar.job.blas
+import mpipar.run.process.blas
 print("kernels", loaded("numpy"))
 """
 

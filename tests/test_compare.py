@@ -8,8 +8,8 @@ from trace_cases import MS, blocking, record, span, trace, write_trace
 
 from mpipar.commands import compare
 from mpipar.errors import EXIT_CHECK_FAILED
-from mpipar.trace import causes, comparison
-from mpipar.trace.analysis import Analysis
+from mpipar.study.trace import causes, comparison
+from mpipar.study.trace.analysis import Analysis
 
 STEPS = 7
 PLANTED_MS = 6.0

@@ -19,13 +19,13 @@ from program import block_of, pair
 from tokenizers_made import save_tokenizer
 
 from mpipar import cli
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.data.fingerprint import fingerprint
-from mpipar.data.source import load_source
-from mpipar.data.token_file import pieces_of
 from mpipar.errors import DataError
-from mpipar.files import digests
-from mpipar.job import consistency
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.data.fingerprint import fingerprint
+from mpipar.run.data.source import load_source
+from mpipar.run.data.token_file import pieces_of
+from mpipar.run.files import digests
+from mpipar.run.process import consistency
 from mpipar.run.resume import Start, check_begin
 
 SMALL = """--layers 1 --d-model 8 --heads 2 --ffn 8 --seq-len 8 --batch-size 4 --steps 2

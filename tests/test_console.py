@@ -8,8 +8,8 @@ from helpers import run_command
 from in_process import alone
 from program import CASES, LIMIT, PROGRAM, cells, environment, metrics, section
 
-from mpipar.console.tables import step_line
 from mpipar.run import training
+from mpipar.run.console.tables import step_line
 
 STEP_LINE = re.compile(
     r"step (\d)/5 loss (\d\.\d{4}) norm \d\.\d{3} \d+ ms \S+ tok/s comm \d+% eta \d+:\d\d"

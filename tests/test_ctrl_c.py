@@ -16,8 +16,8 @@ from helpers import run_command
 from in_process import alone
 from program import BLOCK, FAULTY, LIMIT, PROGRAM, environment, metrics, running, weights
 
-from mpipar.checkpoint.manifest import committed_steps
-from mpipar.job.signals import Interruptible, obeyed
+from mpipar.run.checkpoint.manifest import committed_steps
+from mpipar.run.process.signals import Interruptible, obeyed
 
 QUICK = 30.0  # seconds from Ctrl-C to the end of all processes: a second, and much for the load
 TINY = """train --data text.txt --layers 2 --d-model 9 --heads 3 --ffn 12 --seq-len 5
@@ -142,8 +142,8 @@ def test_nohup_is_honoured():
 
 AT_THE_END = """
 import os, signal, time
-from mpipar.checkpoint.manifest import committed_steps
-from mpipar.job import session as launch
+from mpipar.run.checkpoint.manifest import committed_steps
+from mpipar.run.process import session as launch
 def main(argv, session):
     session.start()
     plain = launch.mpi.finalize
@@ -156,8 +156,8 @@ launch.guard(main, [])
 
 PAUSED = """
 import os, signal, subprocess, time
-from mpipar.job import signals
-from mpipar.job.session import guard
+from mpipar.run.process import signals
+from mpipar.run.process.session import guard
 
 def main(argv, session):
     with session.stop_on_request():

@@ -15,12 +15,12 @@ from ops_cases import ADAMW, LARGE, SMALL, call_every_op, plain, runs_of
 from mpipar.comm.grid import Grid
 from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
-from mpipar.console.tables import headline
 from mpipar.ops import make, shapes_for
 from mpipar.ops.cuda.epilogues import Epilogues
 from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.mixed_ops import MixedOps
+from mpipar.run.console.tables import headline
 from mpipar.run.resolve import resolve as resolve_typed
 from mpipar.study.explain.predict import predict
 from mpipar.train.verify import step_tensors

@@ -14,8 +14,8 @@ from program import LIMIT, TEXT, environment, metrics, mpipar, weights
 from test_cuda_machine import pytestmark  # noqa: F401  (gpu, and the machine alone)
 
 from mpipar.comm.record import PASSES
-from mpipar.trace import trace_file
-from mpipar.trace.analysis import Analysis
+from mpipar.run.trace import trace_file
+from mpipar.study.trace.analysis import Analysis
 
 MODEL = (
     "--d-model",

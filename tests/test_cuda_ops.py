@@ -15,11 +15,11 @@ from ops_cases import LARGE, SMALL, call_every_op, plain
 
 from mpipar.comm.grid import Grid
 from mpipar.config.resolve import resolve
-from mpipar.console.tables import headline
 from mpipar.ops import make
 from mpipar.ops.cuda.gemm import TileGemm
 from mpipar.ops.cuda.ladder import fitting
 from mpipar.ops.mixed_ops import MixedOps
+from mpipar.run.console.tables import headline
 from mpipar.run.resolve import resolve as resolve_typed
 from mpipar.train.verify import step_tensors
 

@@ -18,13 +18,13 @@ from state_cases import loaded as state
 from trace_cases import write_trace
 
 from mpipar import cli
-from mpipar.checkpoint import manifest
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.formats import start_notes
-from mpipar.checkpoint.tokenizer_files import config_texts, read_tokenizer_files
-from mpipar.data.source import load_source
 from mpipar.errors import DataError, UsageError
-from mpipar.files.bounded import read_json
+from mpipar.run.checkpoint import manifest
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.formats import start_notes
+from mpipar.run.checkpoint.tokenizer_files import config_texts, read_tokenizer_files
+from mpipar.run.data.source import load_source
+from mpipar.run.files.bounded import read_json
 
 FEW, MANY = range(12), range(12, 212)
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from mpipar.comm.grid import Grid
 from mpipar.config.resolve import resolve
-from mpipar.data.bigram import PSEUDO_COUNTS, bigram_loss
-from mpipar.data.rows import Rows, split
 from mpipar.errors import DataError
 from mpipar.ops import make
+from mpipar.run.data.bigram import PSEUDO_COUNTS, bigram_loss
+from mpipar.run.data.rows import Rows, split
 
 OPS = make("cpu", "float64")
 BATCH_SIZE, SEQ_LEN = 24, 3

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers_made import save_like_llama, save_tokenizer
 
-from mpipar.data import documents as documents_module
-from mpipar.data.documents import is_held_out, read_documents
-from mpipar.data.tokenizer import byte_tokenizer, load_tokenizer
 from mpipar.errors import DataError
+from mpipar.run.data import documents as documents_module
+from mpipar.run.data.documents import is_held_out, read_documents
+from mpipar.run.data.tokenizer import byte_tokenizer, load_tokenizer
 
 LETTERS = st.text(alphabet="ab-\u00e4\u4e2d\U0001f600 \n", max_size=60)
 SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=4)

@@ -13,8 +13,8 @@ from program import environment
 from mpipar.comm.connect import stated_awareness
 from mpipar.comm.launcher import Launcher, read_launcher
 from mpipar.commands.doctor import launch_remarks, ranges, rank_facts, remarks
-from mpipar.job import gpus, mpi
-from mpipar.job.environment import (
+from mpipar.run.process import gpus, mpi
+from mpipar.run.process.environment import (
     THREAD_VARIABLES,
     YIELD_VARIABLES,
     chosen_by_user,
@@ -175,7 +175,7 @@ def test_doctor_remarks_on_the_gpus_that_cupy_shows(monkeypatch):
 
 FAULTS = """
 import resource, sys
-from mpipar.job.malloc import keep_heap
+from mpipar.run.process.malloc import keep_heap
 assert keep_heap() == (sys.argv[1] == "keep")
 import numpy as np
 def faults():

@@ -9,7 +9,7 @@ from in_process import assert_refused
 from program import killed_by
 from test_resume_runs import TINY, assert_same_run, ended, here, train
 
-from mpipar.data.rows import load
+from mpipar.run.data.rows import load
 
 __all__ = ["here"]  # the fixture
 OFTEN = "--eval-interval 3 --eval-tokens 40".split()

@@ -570,7 +570,7 @@ def test_one_rank_has_no_barriers_but_memory_and_flops():
 
 def test_mpi_is_never_loaded():
     program = (
-        "import sys; from mpipar.cli import main; from mpipar.job.session import Session;"
+        "import sys; from mpipar.cli import main; from mpipar.run.process.session import Session;"
         " from mpipar.comm.launcher import Launcher;"
         " main(['explain', '--layout', 'tp=2'], Session(Launcher()));"
         " assert 'mpi4py.MPI' not in sys.modules, 'loaded'"

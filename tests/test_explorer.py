@@ -13,8 +13,8 @@ from mpipar.errors import UsageError
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import is_compute
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule
+from mpipar.run.trace import trace_file
 from mpipar.study.schedules import explorer
-from mpipar.trace import trace_file
 
 
 def parts_of(page):

@@ -18,10 +18,10 @@ from mpipar.pipeline.schedules.catalog import (
     schedule_problems,
     with_reduce_grad,
 )
+from mpipar.run.trace import trace_file
 from mpipar.study.schedules import explorer
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.simulate import simulate
-from mpipar.trace import trace_file
 
 pytestmark = pytest.mark.browser
 START = {

@@ -22,7 +22,7 @@ from program import (
     running,
 )
 
-from mpipar.checkpoint.manifest import committed_steps, damage
+from mpipar.run.checkpoint.manifest import committed_steps, damage
 
 RUN = """train --data text.txt --out run --pp 2 --layers 3 --d-model 8 --heads 2 --seq-len 5
     --batch-size 4 --num-microbatches 2 --steps 6 --save-interval 2 --sample-tokens 0

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from in_process import at_once, printed
 
 from mpipar.config.model import ModelConfig
-from mpipar.console.tables import describe_model
 from mpipar.errors import DataError, UsageError
-from mpipar.files import bounded
-from mpipar.files.text import counted, harmless, printable, shown
+from mpipar.run.console.tables import describe_model
+from mpipar.run.files import bounded
+from mpipar.run.files.text import counted, harmless, printable, shown
 
 MANY = 400_000
 

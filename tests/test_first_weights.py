@@ -11,10 +11,10 @@ from in_process import assert_refused, printed
 from one_rank import fresh
 from test_resume_runs import TINY, assert_same_run, ended, prepare, train
 
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.manifest import committed_steps
 from mpipar.config.reading import to_toml
 from mpipar.errors import DataError
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.compared import digest_of_weights
 from mpipar.run.folder import SOURCES, Sources, folder_problems
 from mpipar.run.resolve import resolve

@@ -12,11 +12,11 @@ from one_rank import fresh, loaded, logits, split_weights
 from safetensors.numpy import load_file, save_file
 from tokenizers_made import save_like_gpt2, save_tokenizer
 
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.formats import model_settings, start_notes
-from mpipar.checkpoint.weight_files import INDEX, WEIGHTS
-from mpipar.data.tokenizer import load_tokenizer
 from mpipar.errors import DataError
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.formats import model_settings, start_notes
+from mpipar.run.checkpoint.weight_files import INDEX, WEIGHTS
+from mpipar.run.data.tokenizer import load_tokenizer
 
 LLAMA = {
     "arch": "llama",

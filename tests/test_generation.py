@@ -22,13 +22,13 @@ from one_rank import fresh
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.errors import NonFiniteError
-from mpipar.inference import generate as generation
-from mpipar.inference.generate import FULL, LENGTH, STOP, Text, continue_one, generate
-from mpipar.inference.sampling import Sampling, draw
 from mpipar.layers.parallel.kv_cache import KVCache
 from mpipar.layers.recompute import Recomputed
 from mpipar.layers.stash import Stash
 from mpipar.ops import make
+from mpipar.run.inference import generate as generation
+from mpipar.run.inference.generate import FULL, LENGTH, STOP, Text, continue_one, generate
+from mpipar.run.inference.sampling import Sampling, draw
 from mpipar.train.worker import Worker
 
 GREEDY = Sampling(8)

@@ -9,10 +9,10 @@ from in_process import assert_refused, refusal
 from one_rank import fresh
 from program import FAULTY, LIMIT, block_of, environment, metrics
 
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.trace import trace_file
-from mpipar.trace import tracer as tracer_module
-from mpipar.trace.tracer import Tracer
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.trace import trace_file
+from mpipar.run.trace import tracer as tracer_module
+from mpipar.run.trace.tracer import Tracer
 
 SMALL = (
     "--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"

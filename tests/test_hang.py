@@ -9,8 +9,8 @@ from helpers import REPOSITORY, run_ranks
 from program import FAULTY, TEXT, mpipar
 
 from mpipar.comm.record import Recorder
-from mpipar.job import watchdog
-from mpipar.job.watchdog import Watchdog
+from mpipar.run.process import watchdog
+from mpipar.run.process.watchdog import Watchdog
 
 SHORT = ["--hang-warn", "0", "--hang-stop", "1"]
 SMALL = (

@@ -13,11 +13,11 @@ from in_process import alone
 from one_rank import fresh, loaded
 from safetensors.numpy import load_file, save_file
 
-from mpipar.checkpoint import native_format
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.formats import format_of, model_settings, start_notes
-from mpipar.checkpoint.params import all_params
 from mpipar.errors import DataError, UsageError
+from mpipar.run.checkpoint import native_format
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.formats import format_of, model_settings, start_notes
+from mpipar.run.checkpoint.params import all_params
 from mpipar.run.resolve import resolve
 
 # As transformers 4 wrote them.

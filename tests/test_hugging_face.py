@@ -10,18 +10,18 @@ import pytest
 from helpers import assert_all_close, assert_close
 from one_rank import loaded, logits
 
-from mpipar.checkpoint import hf_mixtral
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.formats import apart, format_of
-from mpipar.checkpoint.hf_llama import LLAMA
-from mpipar.checkpoint.weight_files import WeightFiles
-from mpipar.inference.generate import STOP, Text, generate
-from mpipar.inference.sampling import Sampling
 from mpipar.layers.attention import Rotation
 from mpipar.layers.ffn import GatedFeedForward
 from mpipar.layers.parallel.local_attention import LocalAttention
 from mpipar.layers.stash import Batch
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.run.checkpoint import hf_mixtral
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.formats import apart, format_of
+from mpipar.run.checkpoint.hf_llama import LLAMA
+from mpipar.run.checkpoint.weight_files import WeightFiles
+from mpipar.run.inference.generate import STOP, Text, generate
+from mpipar.run.inference.sampling import Sampling
 from mpipar.train.optim import learning_rate
 
 torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")

@@ -358,7 +358,7 @@ def test_ranks_that_differ_end_before_the_first_step(first, second, rows, text_f
 
 NAMES_LEFT = """
 import os, re, sys
-from mpipar.job.session import guard
+from mpipar.run.process.session import guard
 def main(argv, session):
     session.start().Barrier()
     with open("/proc/self/maps") as maps:

@@ -9,11 +9,11 @@ from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config, build
 from mpipar.errors import UsageError
-from mpipar.plan.machine import load_machine
-from mpipar.plan.of_config import step_of
-from mpipar.run.auto import best_of, legal_layouts, with_best_layout
 from mpipar.run.resume import resumed
 from mpipar.study.explain.predict import fullest
+from mpipar.study.plan.auto import best_of, legal_layouts, with_best_layout
+from mpipar.study.plan.machine import load_machine
+from mpipar.study.plan.of_config import step_of
 
 LAYOUTS = [{"dp": 4}, {"pp": 4}, {"dp": 2, "pp": 2}, {"dp": 2, "tp": 2}, {"tp": 4}]
 

@@ -5,7 +5,7 @@ from in_process import assert_refused, printed
 from program import mpipar
 
 from mpipar.errors import EXIT_USAGE
-from mpipar.learn.examples.catalog import EXAMPLES
+from mpipar.study.examples.catalog import EXAMPLES
 
 
 def test_examples_are_listed():

@@ -13,7 +13,7 @@ from helpers import find_launcher, run_command
 from program import LIMIT, PROGRAM, block_of, environment
 
 from mpipar.comm.launcher import Launcher
-from mpipar.job import failure, limits
+from mpipar.run.process import failure, limits
 
 TWO = Launcher("mpiexec", 0, 2, 0, 2)
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from program import (
 )
 
 from mpipar.errors import OutputError, UsageError
-from mpipar.job import lock
+from mpipar.run.process import lock
 
 RACERS = 8
 

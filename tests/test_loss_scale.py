@@ -7,9 +7,9 @@ import pytest
 from config_helpers import changed
 from one_rank import fresh
 
-from mpipar.data.rows import Rows
 from mpipar.errors import NonFiniteError
 from mpipar.layers.loss import CrossEntropy
+from mpipar.run.data.rows import Rows
 from mpipar.train.gradsync import GradSync
 from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import Sgd

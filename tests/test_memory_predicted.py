@@ -9,9 +9,9 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
-from mpipar.console.memory import PeakMemory
-from mpipar.data import rows
 from mpipar.ops.shape_array import Ledger
+from mpipar.run.console.memory import PeakMemory
+from mpipar.run.data import rows
 from mpipar.run.resolve import memory_notes
 from mpipar.study.explain.predict import predict
 from mpipar.train.worker import Worker

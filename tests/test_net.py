@@ -25,7 +25,7 @@ from mpipar.interconnect.statistics import (
     summary,
     two_modes,
 )
-from mpipar.plan.machine import SHEETS, load_machine
+from mpipar.study.plan.machine import SHEETS, load_machine
 
 
 def row(size=8, us=2.0, via=COMM, case="all-reduce", times=None, **more):

@@ -13,7 +13,7 @@ from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from mpipar.interconnect import files
 from mpipar.interconnect.arguments import BY, CASES
 from mpipar.interconnect.cases import BARE, COMM
-from mpipar.plan.machine import load_machine
+from mpipar.study.plan.machine import load_machine
 
 pytestmark = [
     pytest.mark.slow,

@@ -13,12 +13,12 @@ from in_process import printed
 from safetensors.numpy import load_file
 from state_cases import loaded
 
-from mpipar.checkpoint.boxes import within
-from mpipar.checkpoint.load import blocks
-from mpipar.checkpoint.manifest import read_manifest
 from mpipar.config.reading import values_of
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
+from mpipar.run.checkpoint.boxes import within
+from mpipar.run.checkpoint.load import blocks
+from mpipar.run.checkpoint.manifest import read_manifest
 
 OLD = Path(__file__).parent / "old_checkpoint"
 STEP = OLD / "checkpoints" / "step-00000002"

@@ -19,7 +19,7 @@ from program import (
     weights,
 )
 
-from mpipar.job.one_rank import OneRank
+from mpipar.run.process.one_rank import OneRank
 
 NOWHERE = {"MPI4PY_LIBMPI": "/nowhere"}
 WARNING = "mpipar: warning: MPI cannot be loaded ("

@@ -14,13 +14,13 @@ from program import LIMIT, block_of, environment, metrics, mpipar, one_block
 from simulated_ranks import workers_of
 from state_cases import config_for, savers_of
 
-from mpipar.checkpoint.manifest import committed_steps
-from mpipar.checkpoint.tokenizer_files import write_tokenizer_files
-from mpipar.console.output import GrowingFile, Log, write_text
 from mpipar.errors import DataError, OutputError
-from mpipar.files import bounded, replace
-from mpipar.job import lock
 from mpipar.run import folder as run_folder
+from mpipar.run.checkpoint.manifest import committed_steps
+from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
+from mpipar.run.console.output import GrowingFile, Log, write_text
+from mpipar.run.files import bounded, replace
+from mpipar.run.process import lock
 
 CONTENT = "a file of the user\n"
 TINY = """train --data text.txt --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4
@@ -165,7 +165,7 @@ def test_a_file_that_lost_its_name_is_written_anew(how, victim):
 MOVING = """
 import os, sys
 from mpipar import cli
-from mpipar.job.session import guard
+from mpipar.run.process.session import guard
 from mpipar.train.worker import Worker
 change, plain = sys.argv.pop(1), Worker.train_step
 def train_step(self, step, *rest):

@@ -20,7 +20,7 @@ from mpipar.comm.launcher import Launcher
 from mpipar.config import flags
 from mpipar.config.reading import read_arguments
 from mpipar.errors import EXIT_CODES, UsageError
-from mpipar.job.session import Session
+from mpipar.run.process.session import Session
 
 PAGES = {str(path): docs_pages.read_page(path) for path in docs_pages.pages()}
 README = PAGES["README.md"]

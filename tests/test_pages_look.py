@@ -18,9 +18,9 @@ from test_explorer_page import write_explorer
 from trace_cases import pipeline_trace, with_operations
 from trace_page import PLACE
 
-from mpipar.run import report
-from mpipar.trace import html
-from mpipar.trace.analysis import Analysis
+from mpipar.study import report
+from mpipar.study.trace import html
+from mpipar.study.trace.analysis import Analysis
 
 pytestmark = pytest.mark.browser
 HOSTILE = "</script><img src=x onerror=window.hacked=1>"

@@ -7,7 +7,7 @@ import shlex
 import pytest
 from in_process import printed, refusal
 
-from mpipar.plan.machine import SHEETS
+from mpipar.study.plan.machine import SHEETS
 
 H200 = (SHEETS / "h200.toml").read_text()
 MORE_LINKS = "[[links]]\njoins = 64\ngbytes_s = 9.0\nlatency_us = 9.0\n\n[[links]]\njoins = 0"

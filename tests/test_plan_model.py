@@ -15,12 +15,12 @@ from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.plan.job import STACKS, Layout, Shape, segments, utilization
-from mpipar.plan.machine import Link, fewest_members, load_machine, machine_names
-from mpipar.plan.memory import GIB, by_rank, fullest, in_flight, on_shapes
-from mpipar.plan.model import BEYOND, Pass, Rates, block_of, head_of, step_time
-from mpipar.plan.of_config import config_of
-from mpipar.plan.search import (
+from mpipar.study.plan.job import STACKS, Layout, Shape, segments, utilization
+from mpipar.study.plan.machine import Link, fewest_members, load_machine, machine_names
+from mpipar.study.plan.memory import GIB, by_rank, fullest, in_flight, on_shapes
+from mpipar.study.plan.model import BEYOND, Pass, Rates, block_of, head_of, step_time
+from mpipar.study.plan.of_config import config_of
+from mpipar.study.plan.search import (
     Question,
     cuts,
     nodes_of_data,

@@ -19,11 +19,11 @@ from program import PROGRAM, environment
 from tokenizers_made import save_like_gpt2, save_tokenizer
 
 from mpipar import cli
-from mpipar.data import prepare as prepare_module
-from mpipar.data.dataset import read_dataset
-from mpipar.data.source import load_source
-from mpipar.data.tokenizer import END, load_tokenizer
 from mpipar.errors import DataError, OutputError
+from mpipar.run.data import prepare as prepare_module
+from mpipar.run.data.dataset import read_dataset
+from mpipar.run.data.source import load_source
+from mpipar.run.data.tokenizer import END, load_tokenizer
 
 STORIES = [
     f"Story {number}: the encoder of object {number * 7} is \u00e4 \u4e2d.\n" * 3

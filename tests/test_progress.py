@@ -15,9 +15,9 @@ import pytest
 from program import LIMIT, PROGRAM, environment
 from test_resume_runs import TINY, here
 
-from mpipar.console import progress as progress_module
-from mpipar.console.output import Log, warn
-from mpipar.console.progress import progress
+from mpipar.run.console import progress as progress_module
+from mpipar.run.console.output import Log, warn
+from mpipar.run.console.progress import progress
 
 __all__ = ["here"]  # the fixture
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from mpipar.files.recognize import recognize
+from mpipar.run.files.recognize import recognize
 
 
 def zipped(*names: str) -> bytes:

@@ -8,8 +8,8 @@ from report_cases import config_of, lines_of, run_folder, told
 from test_resume_runs import TINY, ended, here, train
 from test_trace_html import data_of
 
-from mpipar.run import report
 from mpipar.run.folder import truncate_after
+from mpipar.study import report
 
 __all__ = ["here"]  # the fixture
 HOSTILE = "</script><script>alert(1)</script><!--\x1b[2J[[DATA]]"

@@ -13,7 +13,7 @@ from helpers import run_command, run_ranks
 from in_process import alone
 from program import FAULTY, LETTERS, LIMIT, block_of, environment, killed_by, metrics, mpipar
 
-from mpipar.checkpoint.manifest import committed_steps, read_manifest
+from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.folder import newest_step
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4

@@ -18,8 +18,8 @@ from helpers import run_command, run_ranks
 from in_process import alone
 from program import BLOCK, LIMIT, PROGRAM, block_of, environment, metrics, mpipar, one_block
 
-from mpipar.console import output
-from mpipar.job import failure
+from mpipar.run.console import output
+from mpipar.run.process import failure
 
 TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
     --sample-tokens 4""".split()
@@ -72,7 +72,7 @@ def test_two_runs_at_once_get_two_folders(text_folder):
 FULL_DISK = """
 import resource, sys
 from mpipar import cli
-from mpipar.job import session as launch
+from mpipar.run.process import session as launch
 plain = launch.Session.start
 def start(self):
     world = plain(self)  # MPI makes files too, in shared memory
@@ -176,8 +176,8 @@ PART_OF_A_FILE = """
 import resource, sys
 from pathlib import Path
 from mpipar import errors
-from mpipar.job import failure
-from mpipar.console import output
+from mpipar.run.process import failure
+from mpipar.run.console import output
 folder, said = Path(sys.argv[1]), []
 before = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from test_data import BATCH_SIZE, SEQ_LEN, rows_of
 
 from mpipar.config.resolve import resolve
-from mpipar.data import source as source_module
-from mpipar.data.bigram import bigram_loss
-from mpipar.data.rows import load, split
-from mpipar.data.source import LLMC_HEADER, load_source
-from mpipar.data.token_file import TokenFiles
 from mpipar.errors import DataError
-from mpipar.files.utf8 import BLOCK, text_pieces
+from mpipar.run.data import source as source_module
+from mpipar.run.data.bigram import bigram_loss
+from mpipar.run.data.rows import load, split
+from mpipar.run.data.source import LLMC_HEADER, load_source
+from mpipar.run.data.token_file import TokenFiles
+from mpipar.run.files.utf8 import BLOCK, text_pieces
 
 
 def header(num_tokens, magic=20240520, version=1):

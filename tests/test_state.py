@@ -23,9 +23,9 @@ from state_cases import (
     state_views,
 )
 
-from mpipar.checkpoint import load
-from mpipar.checkpoint.manifest import committed_steps, damage, read_manifest
 from mpipar.errors import DataError, OutputError
+from mpipar.run.checkpoint import load
+from mpipar.run.checkpoint.manifest import committed_steps, damage, read_manifest
 from mpipar.study.explain.predict import predict
 
 LAYOUTS = [

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from simulated_ranks import on_all
 from state_cases import assert_filled, config_for, loaded, saved, savers_of
 
-from mpipar.checkpoint import boxes
-from mpipar.checkpoint.manifest import committed_steps
+from mpipar.run.checkpoint import boxes
+from mpipar.run.checkpoint.manifest import committed_steps
 
 LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 

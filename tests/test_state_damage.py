@@ -12,9 +12,9 @@ from damage import flip
 from fault_table import fault
 from state_cases import assert_filled, config_for, loaded, saved
 
-from mpipar.checkpoint.formats import model_settings
-from mpipar.checkpoint.manifest import NAME, committed_steps, damage, read_manifest
 from mpipar.errors import DataError
+from mpipar.run.checkpoint.formats import model_settings
+from mpipar.run.checkpoint.manifest import NAME, committed_steps, damage, read_manifest
 from mpipar.run.compared import digest_of_weights
 
 PIECES = "pieces-00001.safetensors"

@@ -11,7 +11,7 @@ from fault_table import fault
 from simulated_ranks import workers_of
 from state_cases import assert_filled, config_for, fill, loaded, savers_of
 
-from mpipar.checkpoint.manifest import committed_steps, damage
+from mpipar.run.checkpoint.manifest import committed_steps, damage
 
 SMALL = {
     "layers": 1,

@@ -7,12 +7,12 @@ import pytest
 from simulated_ranks import on_all, workers_of
 from state_cases import FACTS, assert_filled, config_for, fill, loaded, savers_of
 
-from mpipar.checkpoint import boxes, load, save
-from mpipar.checkpoint.load import load_state
-from mpipar.checkpoint.manifest import committed_steps, read_manifest
-from mpipar.checkpoint.save import Saver
-from mpipar.data.rows import Rows
 from mpipar.layers.flat import FlatParams
+from mpipar.run.checkpoint import boxes, load, save
+from mpipar.run.checkpoint.load import load_state
+from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
+from mpipar.run.checkpoint.save import Saver
+from mpipar.run.data.rows import Rows
 from mpipar.train.loss_scale import LossScale
 
 TOKENS = np.random.default_rng(7).integers(0, 29, 500).astype(np.uint8)

@@ -146,9 +146,12 @@ def test_circle_is_found():
 
 
 def test_circle_of_folders_is_found():
-    sources = {"comm.grid": "import mpipar.data.rows\n", "data.rows": "import mpipar.comm.record\n"}
+    sources = {
+        "comm.grid": "import mpipar.run.data.rows\n",
+        "run.data.rows": "import mpipar.comm.record\n",
+    }
     assert circle(import_graph(sources)) is None
-    assert circle(import_graph(sources, folder)) == ["comm", "data", "comm"]
+    assert circle(import_graph(sources, folder)) == ["comm", "run.data", "comm"]
 
 
 def test_names_lead_to_modules():

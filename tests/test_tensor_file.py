@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mpipar.checkpoint.tensor_file import NUMBERS, entries, open_tensors
+from mpipar.run.checkpoint.tensor_file import NUMBERS, entries, open_tensors
 
 
 def written(path, header, numbers=b"\0" * 16, length=None):

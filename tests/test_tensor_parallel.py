@@ -17,7 +17,7 @@ from mpipar.comm.record import Record, Recorder, wire_bytes
 from mpipar.comm.transport import ShapesTransport
 from mpipar.layers.linears import LINEARS
 from mpipar.ops.timed_ops import TimedOps
-from mpipar.trace import pop, waits
+from mpipar.study.trace import pop, waits
 
 SMALL = [
     "train",

@@ -7,7 +7,7 @@ from in_process import assert_refused
 from program import metrics, mpipar
 from test_resume_runs import TINY, ended, here, train
 
-from mpipar.console.tensorboard import TAGS, Events
+from mpipar.run.console.tensorboard import TAGS, Events
 
 __all__ = ["here"]  # the fixture
 WORDS = [*TINY, "--eval-interval", "4", "--eval-tokens", "40", "--tensorboard"]

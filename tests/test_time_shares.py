@@ -7,8 +7,8 @@ from trace_cases import pipeline_trace, with_operations
 
 from bench.claims.measured import time_shares
 from mpipar.comm.record import Record, Span
-from mpipar.console.time_shares import share_facts, share_table
-from mpipar.trace.analysis import Analysis
+from mpipar.run.console.time_shares import share_facts, share_table
+from mpipar.study.trace.analysis import Analysis
 
 
 class Past:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers_made import TEXTS, save_like_gpt2, save_like_llama, save_tokenizer
 
 from mpipar.config.model import ModelConfig
-from mpipar.data.tokenizer import (
+from mpipar.errors import DataError, EnvironmentProblem, UsageError
+from mpipar.run.data.tokenizer import (
     END,
     MOST_IDS,
     byte_tokenizer,
@@ -18,8 +19,7 @@ from mpipar.data.tokenizer import (
     load_tokenizer,
     tokenizer_of,
 )
-from mpipar.errors import DataError, EnvironmentProblem, UsageError
-from mpipar.inference.prompts import encode_prompts
+from mpipar.run.inference.prompts import encode_prompts
 
 REFUSED = "the library tokenizers cannot use it"
 

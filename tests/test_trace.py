@@ -19,11 +19,12 @@ from traced_runs import PASSES, SMALL
 
 from mpipar.config.run import traced_steps
 from mpipar.errors import DataError
-from mpipar.run.report import trace_data
-from mpipar.trace import pop, trace_file, waits
-from mpipar.trace.causes import Causes
-from mpipar.trace.timeline import timeline
-from mpipar.trace.tracer import Tracer
+from mpipar.run.trace import trace_file
+from mpipar.run.trace.tracer import Tracer
+from mpipar.study.report import trace_data
+from mpipar.study.trace import pop, waits
+from mpipar.study.trace.causes import Causes
+from mpipar.study.trace.timeline import timeline
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 

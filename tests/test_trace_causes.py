@@ -7,8 +7,8 @@ import pytest
 from planted_delays import Run, Simulator
 from trace_cases import blocking, span, trace
 
-from mpipar.trace import causes
-from mpipar.trace.analysis import Analysis
+from mpipar.study.trace import causes
+from mpipar.study.trace.analysis import Analysis
 
 DP, PP, TP, PP4 = (("dp", 2),), (("pp", 2),), (("tp", 2),), (("pp", 4),)
 LAYOUTS = (DP, PP, TP, DP + PP, PP + TP)

@@ -10,8 +10,9 @@ from helpers import REPOSITORY, find_launcher, run_command
 from hypothesis import strategies as st
 from program import LIMIT, TEXT, environment
 
-from mpipar.trace import trace_file, waits
-from mpipar.trace.clock import CommonClock, Sample, best_sample, clock_identity
+from mpipar.run.trace import trace_file
+from mpipar.run.trace.clock import CommonClock, Sample, best_sample, clock_identity
+from mpipar.study.trace import waits
 
 SECOND = 10**9
 
@@ -101,7 +102,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @needs_namespaces
 def test_a_time_namespace_is_another_clock():
-    program = "from mpipar.trace.clock import clock_identity; print(clock_identity())"
+    program = "from mpipar.run.trace.clock import clock_identity; print(clock_identity())"
     command = ["unshare", "-r", "--time", "--monotonic", "1000", sys.executable, "-c", program]
     result = run_command(command, 30, environment())
     assert result.returncode == 0, result.tail()

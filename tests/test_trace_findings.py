@@ -7,7 +7,7 @@ from program import TEXT
 from trace_cases import span, trace
 from traced_runs import traced
 
-from mpipar.trace.analysis import Analysis
+from mpipar.study.trace.analysis import Analysis
 
 # Large enough that products, not Python, take a stage's time.
 SIZE = [

@@ -9,9 +9,9 @@ from planted_delays import Run, Simulator
 from trace_cases import blocking, trace
 
 from mpipar.commands.trace import show
-from mpipar.files.text import harmless
-from mpipar.trace import html, pop
-from mpipar.trace.analysis import Analysis
+from mpipar.run.files.text import harmless
+from mpipar.study.trace import html, pop
+from mpipar.study.trace.analysis import Analysis
 
 
 def case():

@@ -5,7 +5,7 @@ import pytest
 from test_trace_causes import FAULTS
 from traced_runs import traced
 
-from mpipar.trace.analysis import Analysis
+from mpipar.study.trace.analysis import Analysis
 
 pytestmark = pytest.mark.slow
 

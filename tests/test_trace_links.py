@@ -7,8 +7,8 @@ from planted_delays import Run, Simulator
 from test_trace_causes import DP, POINTS, PP, PP4, TP, analysed
 from trace_cases import record, span, trace
 
-from mpipar.trace import links, pop, segments, waits
-from mpipar.trace.analysis import Analysis
+from mpipar.study.trace import links, pop, segments, waits
+from mpipar.study.trace.analysis import Analysis
 
 GROUPS = [(DP, ("dp", (0, 1))), (TP, ("tp", (0, 1))), (DP + PP, ("dp", (2, 3)))]
 MESSAGES = [

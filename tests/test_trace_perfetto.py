@@ -7,7 +7,7 @@ import pytest
 from planted_delays import Run, Simulator
 from trace_cases import blocking, record, span, trace, with_operations
 
-from mpipar.trace import perfetto, waits
+from mpipar.study.trace import perfetto, waits
 
 
 def example():

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from trace_cases import MS, blocking, record, span, trace
 from trace_cases import waits_and_segments as analyse
 
-from mpipar.trace import pop, segments, waits
-from mpipar.trace.causes import Causes
-from mpipar.trace.waits import totals
+from mpipar.study.trace import pop, segments, waits
+from mpipar.study.trace.causes import Causes
+from mpipar.study.trace.waits import totals
 
 
 def states(found):

@@ -10,7 +10,7 @@ from two_hosts import MTU, OVER_TCP, PAYLOAD, missing, two_hosts
 
 from mpipar.interconnect import files
 from mpipar.interconnect.arguments import CASES
-from mpipar.plan.machine import SHEETS
+from mpipar.study.plan.machine import SHEETS
 
 pytestmark = [
     pytest.mark.netns,

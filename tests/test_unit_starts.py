@@ -13,10 +13,10 @@ from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import ShapesTransport
 from mpipar.config.resolve import resolve
-from mpipar.data import rows
 from mpipar.ops import make
 from mpipar.pipeline.engine import Engine
 from mpipar.pipeline.schedules.catalog import SCHEDULES
+from mpipar.run.data import rows
 from mpipar.train.worker import Worker
 
 SHAPE = {

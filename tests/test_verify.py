@@ -12,9 +12,9 @@ from in_process import alone, printed
 from one_rank import fresh
 from program import LIMIT, cells, environment, layout_flags, mpipar, section
 
-from mpipar.checkpoint import weights as checkpoint
 from mpipar.config.grid import GridConfig
 from mpipar.config.sections import Config
+from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.train.build import configured_schedule
 from mpipar.train.verify import serial_config
 
@@ -25,7 +25,7 @@ BROKEN = """
 import sys
 from mpipar import cli
 from mpipar.comm import group as comm
-from mpipar.job import session as launch
+from mpipar.run.process import session as launch
 plain = comm.Comm.all_reduce
 def all_reduce(self, x, name, op="sum"):
     return x if name == "block1.ffn.up" else plain(self, x, name, op)

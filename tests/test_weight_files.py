@@ -11,10 +11,10 @@ from one_rank import fresh, loaded, split_weights, worker_for
 from program import LETTERS
 from safetensors.numpy import load_file, save_file
 
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.manifest import committed_steps
-from mpipar.checkpoint.weight_files import DIGESTS, INDEX, WEIGHTS
 from mpipar.errors import DataError
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.manifest import committed_steps
+from mpipar.run.checkpoint.weight_files import DIGESTS, INDEX, WEIGHTS
 from mpipar.run.source import find_source
 
 F32 = np.dtype(np.float32)

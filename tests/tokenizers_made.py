@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mpipar.data.tokenizer import END
+from mpipar.run.data.tokenizer import END
 
 TEXTS = [
     "The cat sat on the mat.\n\n  \tIt's 12,345 o'clock! \u00e4\u00f6 \u4e2d\u6587 \U0001f600",

@@ -8,13 +8,14 @@ from planted_delays import MS, record
 
 from mpipar.comm.record import Span
 from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.run.trace import trace_file
+from mpipar.run.trace.clock import CommonClock
+from mpipar.run.trace.contents import LayerOperation, Load
+from mpipar.run.trace.trace_file import RankTrace as Rank
+from mpipar.run.trace.trace_file import Trace, common_facts, schedule_json
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.simulate import simulate
-from mpipar.trace import segments, trace_file, waits
-from mpipar.trace.clock import CommonClock
-from mpipar.trace.contents import LayerOperation, Load
-from mpipar.trace.trace_file import RankTrace as Rank
-from mpipar.trace.trace_file import Trace, common_facts, schedule_json
+from mpipar.study.trace import segments, waits
 
 
 def blocking(operation, name, axis, start, done, **other):

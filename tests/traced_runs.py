@@ -6,7 +6,7 @@ import pytest
 from helpers import REPOSITORY, find_launcher, run_ranks
 from program import FAULTY, environment
 
-from mpipar.trace import trace_file
+from mpipar.run.trace import trace_file
 
 # The text is short: its held-out part is evaluated in rows of 8 tokens.
 SMALL = (

@@ -25,10 +25,11 @@ from mpipar.comm.record import COMPUTE, Recorder
 from mpipar.config.run import traced_steps
 from mpipar.errors import OutOfMemory
 from mpipar.run.memory_limit import memory_limit
+from mpipar.run.trace import trace_file
+from mpipar.run.trace.tracer import Tracer
 from mpipar.study.explain.predict import fullest, predict
-from mpipar.trace import segments, trace_file
-from mpipar.trace.analysis import Analysis
-from mpipar.trace.tracer import Tracer
+from mpipar.study.trace import segments
+from mpipar.study.trace.analysis import Analysis
 
 STEPS = 6  # of each run; the first is not counted
 Table = Callable[[Any], list[dict] | None]

@@ -23,11 +23,11 @@ from bench.program import Outcome, Program
 from bench.training import Trained, config_of
 from mpipar.comm.record import Recorder
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
-from mpipar.job.one_rank import OneRank
 from mpipar.ops import make
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.functions import FUNCTIONS, MEMORY, Ops
 from mpipar.ops.signature import Function
+from mpipar.run.process.one_rank import OneRank
 
 DTYPES = ("bfloat16", "float16", "float32")
 CASES = (  # flags of a model: what is new in it

@@ -24,7 +24,7 @@ from mpipar import cli
 from mpipar.comm.launcher import Launcher
 from mpipar.errors import UserError
 from mpipar.interconnect.program import environment_of_jobs
-from mpipar.job.session import Session
+from mpipar.run.process.session import Session
 
 LIMIT = 100  # seconds for one command
 FILE = re.compile(r"^```\w+ ([\w-]+\.\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

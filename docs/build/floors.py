@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bench.kernels.floors import counted
 from bench.results import markdown_table
-from mpipar.plan.job import utilization
-from mpipar.plan.machine import load_machine
+from mpipar.study.plan.job import utilization
+from mpipar.study.plan.machine import load_machine
 
 
 def floors(machine: str, words: list[str]) -> str:

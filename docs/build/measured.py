@@ -22,9 +22,9 @@ from docs.build.places import by_function
 from mpipar.comm.record import PASSES
 from mpipar.errors import DataError
 from mpipar.pipeline.instructions import parts
-from mpipar.trace import pop, waits
-from mpipar.trace.timeline import median_step
-from mpipar.trace.trace_file import Trace, read
+from mpipar.run.trace.trace_file import Trace, read
+from mpipar.study.trace import pop, waits
+from mpipar.study.trace.timeline import median_step
 
 BENCH = "bench.docs measure"
 QUICK = 10  # seconds: a file whose commands take less has them run in CI

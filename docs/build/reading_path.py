@@ -25,7 +25,7 @@ from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.data.source import load_source
+from mpipar.run.data.source import load_source
 
 PACKAGE = results.ROOT / "mpipar"
 STOPS = {

@@ -62,7 +62,7 @@ class Grid:  # mpipar/comm/grid.py
         self.ends = self.pp.Split(int(self.is_first or self.is_last))  # both have the token table
 
 
-def shapes(grid, blocks):  # mpipar/models/decoder.py, mpipar/checkpoint/hf_form.py
+def shapes(grid, blocks):  # mpipar/models/decoder.py, mpipar/run/checkpoint/hf_form.py
     """Return (GPT-2's name, shape, axis that tp cuts or None) of the tensors of a stage."""
     if grid.is_first or grid.is_last:
         yield "wte.weight", (V, D), 0
@@ -125,7 +125,7 @@ class Stage:  # mpipar/models/stage.py
         self.shape = ROWS // grid.dp.size // MICROBATCHES, T, D
         self.blocks = range(L * grid.p // grid.pp.size, L * (grid.p + 1) // grid.pp.size)
         found, parts = {}, {}
-        if path:  # what one rank gets of a file: mpipar/checkpoint/weights.py
+        if path:  # what one rank gets of a file: mpipar/run/checkpoint/weights.py
             from safetensors.numpy import load_file
 
             found = {name.removeprefix("transformer."): x for name, x in load_file(path).items()}
@@ -288,7 +288,7 @@ def step(stage, grid, batch):  # mpipar/pipeline/engine.py
     return sum(losses)
 
 
-def batch_of(tokens, number, grid):  # mpipar/data/rows.py
+def batch_of(tokens, number, grid):  # mpipar/run/data/rows.py
     """Return this rank's microbatches: row i of a step is the same on any layout."""
     philox = (np.random.Philox(key=0, counter=[0, row, number, 0]) for row in range(ROWS))
     begins = [np.random.Generator(one).integers(len(tokens) - T) for one in philox]

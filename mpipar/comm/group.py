@@ -179,7 +179,7 @@ class Comm:
     def all_reduce(self, x: Array, name: str, op: str = "sum") -> Array:
         """Reduce x over the group in place (op: sum or max) and return it.
 
-        There is no maximum of unsigned numbers: see `mpipar/job/self_test.py`.
+        There is no maximum of unsigned numbers: see `mpipar/run/process/self_test.py`.
         """
         if op == "max" and x.dtype.kind == "u":
             raise ValueError(

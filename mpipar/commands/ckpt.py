@@ -7,23 +7,23 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from mpipar.checkpoint import formats, tokenizer_files, weights
-from mpipar.checkpoint.load import blocks
-from mpipar.checkpoint.manifest import (
+from mpipar.commands.command import Command, Context
+from mpipar.config.model import model_config
+from mpipar.config.setting import positional, setting
+from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
+from mpipar.run.checkpoint import formats, tokenizer_files, weights
+from mpipar.run.checkpoint.load import blocks
+from mpipar.run.checkpoint.manifest import (
     NAME,
     committed_steps,
     damage,
     digest_problem,
     read_manifest,
 )
-from mpipar.checkpoint.params import all_params
-from mpipar.checkpoint.weight_files import DIGESTS, written_digests
-from mpipar.commands.command import Command, Context
-from mpipar.config.model import model_config
-from mpipar.config.setting import positional, setting
-from mpipar.console.tables import nbytes, table
-from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
-from mpipar.files.text import one_line, printable
+from mpipar.run.checkpoint.params import all_params
+from mpipar.run.checkpoint.weight_files import DIGESTS, written_digests
+from mpipar.run.console.tables import nbytes, table
+from mpipar.run.files.text import one_line, printable
 from mpipar.run.folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
 from mpipar.run.resume import layout_words
 

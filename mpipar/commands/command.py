@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from mpipar.config.reading import ParsedConfig
 from mpipar.config.sections import FIELDS
 from mpipar.errors import UserError
-from mpipar.job.session import Session
+from mpipar.run.process.session import Session
 
 OF_A_RUN = frozenset(
     {  # what matters only to many steps, their updates and their run folder

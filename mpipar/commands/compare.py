@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, switch
-from mpipar.console.tables import table
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
-from mpipar.files.text import brief, counted, harmless
-from mpipar.trace import comparison, trace_file
-from mpipar.trace.analysis import Analysis
+from mpipar.run.console.tables import table
+from mpipar.run.files.text import brief, counted, harmless
+from mpipar.run.trace import trace_file
+from mpipar.study.trace import comparison
+from mpipar.study.trace.analysis import Analysis
 
 MOST = 12  # rows per table
 WIDTH = 100  # characters per line of text

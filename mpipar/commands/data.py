@@ -9,15 +9,15 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
-from mpipar.console.progress import progress
-from mpipar.console.tables import table
-from mpipar.data.dataset import PARTS
-from mpipar.data.prepare import BYTES, LEAST_NEW, MOST_NEW, TRAIN, Texts, prepare
-from mpipar.data.source import text_files
-from mpipar.data.tokenizer import library_of
 from mpipar.errors import EXIT_OK, DataError, UsageError, UserError, broken
-from mpipar.files.replace import new_folder
-from mpipar.files.text import brief, printable, shown
+from mpipar.run.console.progress import progress
+from mpipar.run.console.tables import table
+from mpipar.run.data.dataset import PARTS
+from mpipar.run.data.prepare import BYTES, LEAST_NEW, MOST_NEW, TRAIN, Texts, prepare
+from mpipar.run.data.source import text_files
+from mpipar.run.data.tokenizer import library_of
+from mpipar.run.files.replace import new_folder
+from mpipar.run.files.text import brief, printable, shown
 from mpipar.run.folder import said
 
 NEW = re.compile(rf"{TRAIN}[0-9]{{1,9}}")

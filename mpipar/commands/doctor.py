@@ -13,9 +13,9 @@ from mpipar.comm.facts import gather_facts
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import switch
 from mpipar.errors import EXIT_OK, broken
-from mpipar.job import blas, consistency, gpus, limits, mpi, self_test
-from mpipar.job.consistency import ranges
-from mpipar.job.one_rank import OneRank
+from mpipar.run.process import blas, consistency, gpus, limits, mpi, self_test
+from mpipar.run.process.consistency import ranges
+from mpipar.run.process.one_rank import OneRank
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def library_rows(facts: list[dict]) -> list[tuple[str, str]]:
 
 def rank_table(facts: list[dict]) -> list[str]:
     """Return one line per rank: host, cores, BLAS threads, device."""
-    from mpipar.console.tables import table  # late: it loads NumPy
+    from mpipar.run.console.tables import table  # late: it loads NumPy
 
     rows = [
         (fact["world_rank"], fact["host"], ranges(fact["cores"]), fact["threads"], fact["device"])

@@ -15,7 +15,10 @@ from mpipar.comm.record import turns
 from mpipar.commands.command import OF_A_STEP, Command, Context
 from mpipar.config.layout import axes_text
 from mpipar.config.setting import setting, switch
-from mpipar.console.tables import (
+from mpipar.errors import EXIT_OK, UsageError, broken
+from mpipar.models.decoder import ENTRY
+from mpipar.ops.shape_array import labels_of
+from mpipar.run.console.tables import (
     barriers,
     describe_stage,
     holding,
@@ -24,18 +27,15 @@ from mpipar.console.tables import (
     short_count,
     table,
 )
-from mpipar.data.rows import rows_per_microbatch
-from mpipar.errors import EXIT_OK, UsageError, broken
-from mpipar.files.text import counted
-from mpipar.models.decoder import ENTRY
-from mpipar.ops.shape_array import labels_of
-from mpipar.plan.machine import load_machine
-from mpipar.plan.model import Step
-from mpipar.plan.of_config import step_of
-from mpipar.plan.report import PARTS
+from mpipar.run.data.rows import rows_per_microbatch
+from mpipar.run.files.text import counted
 from mpipar.run.resolve import resolve
 from mpipar.study.explain import formulas, memory_formulas
 from mpipar.study.explain.predict import predict, unit_memory
+from mpipar.study.plan.machine import load_machine
+from mpipar.study.plan.model import Step
+from mpipar.study.plan.of_config import step_of
+from mpipar.study.plan.report import PARTS
 from mpipar.train.build import configured_schedule
 
 WIDTH = 100  # characters per line of text

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError, suggestion
-from mpipar.files.text import shown
-from mpipar.learn.examples.catalog import EXAMPLES, TOLERANCE
-from mpipar.learn.examples.catalog import run as run_example
+from mpipar.run.files.text import shown
+from mpipar.study.examples.catalog import EXAMPLES, TOLERANCE
+from mpipar.study.examples.catalog import run as run_example
 
 EXAMPLES_TYPED = """\
 examples:

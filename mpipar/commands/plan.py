@@ -6,7 +6,6 @@ import os
 import shlex
 from dataclasses import MISSING, dataclass, replace
 
-from mpipar.checkpoint.formats import model_settings
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.commands.command import Command, Context
 from mpipar.config.presets import PRESETS
@@ -23,12 +22,13 @@ from mpipar.errors import (
     broken,
     suggestion,
 )
-from mpipar.files.text import brief
-from mpipar.plan.job import STACKS, Shape
-from mpipar.plan.machine import load_machine, machine_names
-from mpipar.plan.memory import GIB
-from mpipar.plan.report import Job, as_dict, report
-from mpipar.plan.search import SCHEDULES, Question, search
+from mpipar.run.checkpoint.formats import model_settings
+from mpipar.run.files.text import brief
+from mpipar.study.plan.job import STACKS, Shape
+from mpipar.study.plan.machine import load_machine, machine_names
+from mpipar.study.plan.memory import GIB
+from mpipar.study.plan.report import Job, as_dict, report
+from mpipar.study.plan.search import SCHEDULES, Question, search
 
 FORMATS = ("bfloat16", "float16", "float32")
 FREE = 5  # percent of a device's memory that is left free

@@ -10,10 +10,7 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import flag, positional, setting, switch
-from mpipar.console import output
-from mpipar.console.tables import table
 from mpipar.errors import EXIT_OK, UsageError, UserError, broken
-from mpipar.files.text import brief, counted, harmless, shown
 from mpipar.pipeline import csv_format
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.schedules.catalog import (
@@ -22,13 +19,17 @@ from mpipar.pipeline.schedules.catalog import (
     make_schedule,
     schedule_problems,
 )
+from mpipar.run.console import output
+from mpipar.run.console.tables import table
+from mpipar.run.files.text import brief, counted, harmless, shown
+from mpipar.run.trace import trace_file
 from mpipar.study.schedules import draw, explorer
 from mpipar.study.schedules.bubble import measured_costs
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.draw import svg
 from mpipar.study.schedules.forms import ClosedForm, closed_form
 from mpipar.study.schedules.simulate import Timeline, simulate
-from mpipar.trace import pop, trace_file
+from mpipar.study.trace import pop
 
 # What a number in --costs may look like; a larger exponent would make it endlessly long.
 COST = re.compile(r"[+-]?(\d{1,9}/\d{1,9}|(\d{1,9}\.?\d{0,9}|\.\d{1,9})([eE][+-]?\d)?)", re.ASCII)

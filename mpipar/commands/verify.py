@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from mpipar.commands.command import OF_A_STEP, Command, Context
 from mpipar.config.setting import switch
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
-from mpipar.files.text import counted
+from mpipar.run.files.text import counted
 
 WORST = 5  # tensors that are shown without --all
 
@@ -24,8 +24,8 @@ def run(context: Context) -> int:
     small error in its rounding, and Adam would hide a wrong scale.
     Comm: that of `compare_inputs`; one training step and two streams of tensors to world rank 0.
     """
-    from mpipar.console.tables import layout_text, table
     from mpipar.run.compared import compare_inputs
+    from mpipar.run.console.tables import layout_text, table
     from mpipar.run.inputs import prepare
     from mpipar.train import verify
 

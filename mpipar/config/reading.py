@@ -20,8 +20,8 @@ from mpipar.config.setting import argument, field_problem, flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.synonyms import EXAMPLES, unknown_word
 from mpipar.errors import UsageError
-from mpipar.files.bounded import parse_toml, read_toml
-from mpipar.files.text import brief, shown
+from mpipar.run.files.bounded import parse_toml, read_toml
+from mpipar.run.files.text import brief, shown
 
 RANKS = re.compile("[0-9]{1,9}")
 KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from mpipar.config.sections import Config, in_force, named
-from mpipar.files.text import counted, shown
+from mpipar.run.files.text import counted, shown
 
 PLAIN = re.compile(r"[\w.,:/+=-]+")  # a value that needs no quotes in a sentence
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING
 
 from mpipar.errors import suggestion
-from mpipar.files import text
+from mpipar.run.files import text
 
 BOUNDS = {  # of a number: what breaks it, and how a refusal names it
     "low": (operator.lt, "at least"),

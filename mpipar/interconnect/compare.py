@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.console.tables import table
 from mpipar.interconnect.files import Row
 from mpipar.interconnect.screen import digits, short
 from mpipar.interconnect.statistics import KEY, by_operation, median_interval, next_launch
+from mpipar.run.console.tables import table
 
 ENOUGH, FACTOR, FACTOR_OF_FEW = 3, 1.1, 1.5
 SLOWER, FASTER = "slower", "faster"

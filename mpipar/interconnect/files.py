@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mpipar.errors import DataError, OutputError
-from mpipar.files.bounded import open_regular, parse_json
-from mpipar.files.text import shown
+from mpipar.run.files.bounded import open_regular, parse_json
+from mpipar.run.files.text import shown
 
 SCHEMA = 3
 NOT_ONE = "is this a file of mpipar net --json?"

@@ -15,8 +15,8 @@ from mpipar.comm.request import Options
 from mpipar.comm.transport import Transport
 from mpipar.config.reading import expand_layout
 from mpipar.errors import EnvironmentProblem, UsageError
-from mpipar.files.text import counted
 from mpipar.interconnect.cases import CASES, Case
+from mpipar.run.files.text import counted
 
 Ranks = tuple[int, ...]
 

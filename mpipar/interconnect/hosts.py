@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError
-from mpipar.files.text import counted
-from mpipar.job import gpus
-from mpipar.job.blas import processor
-from mpipar.job.environment import host_name
+from mpipar.run.console.tables import nbytes
+from mpipar.run.files.text import counted
+from mpipar.run.process import gpus
+from mpipar.run.process.blas import processor
+from mpipar.run.process.environment import host_name
 
 COPY_BYTES, UNKNOWN_CACHE = 64 << 20, 32 << 20
 LINKS = ("same node", "between nodes")

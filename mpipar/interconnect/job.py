@@ -13,7 +13,6 @@ from mpipar.comm.facts import gather_facts, gather_numbers
 from mpipar.comm.hosts import cores_of, quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.errors import UsageError
-from mpipar.files.text import counted
 from mpipar.interconnect import hosts
 from mpipar.interconnect.arguments import BY, Arguments
 from mpipar.interconnect.cases import BARE, CASES, COMM, IN_C, At, in_flight, rounds
@@ -40,9 +39,10 @@ from mpipar.interconnect.measure import (
     overlap,
 )
 from mpipar.interconnect.statistics import sample_us, summary
-from mpipar.job.mpi import library_name
 from mpipar.ops.mixed_ops import DTYPES as MIXED
-from mpipar.trace.clock import clock_identity, shared_clocks
+from mpipar.run.files.text import counted
+from mpipar.run.process.mpi import library_name
+from mpipar.run.trace.clock import clock_identity, shared_clocks
 
 QUICK_SIZES, QUICK_ROOM, QUICK_SECONDS = (8, 64 << 10, 1 << 20), 16 << 20, 45.0
 QUICK_PLAN, QUICK_WINDOW = Plan(0.05, 0.05, 5, 1), 16

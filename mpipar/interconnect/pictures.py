@@ -8,10 +8,10 @@ import math
 from html import escape
 from importlib.resources import files
 
-from mpipar.console import html
-from mpipar.console.tables import nbytes
 from mpipar.interconnect.files import Row
 from mpipar.interconnect.screen import by_table, digits, short, title
+from mpipar.run.console import html
+from mpipar.run.console.tables import nbytes
 
 WIDTH, HEIGHT, LEFT, BOTTOM, RIGHT, TOP = 560, 260, 58, 34, 28, 12
 COLOURS = ("F", "W", "B", "axis-tp", "axis-pp", "opt", "wait")  # variables of the style sheet

@@ -23,10 +23,10 @@ from mpipar.interconnect import compare, files, hosts, job, pictures, screen, ve
 from mpipar.interconnect.arguments import START, Arguments
 from mpipar.interconnect.compiled import program_of_mpi
 from mpipar.interconnect.statistics import combined
-from mpipar.job.environment import THREAD_VARIABLES
-from mpipar.job.watchdog import state_of
 from mpipar.ops import make as make_ops
-from mpipar.plan.machine import SHEETS, load_machine
+from mpipar.run.process.environment import THREAD_VARIABLES
+from mpipar.run.process.watchdog import state_of
+from mpipar.study.plan.machine import SHEETS, load_machine
 
 LOOK_SECONDS = 0.2  # between checks of a running job: rare checks do not disturb its measurement
 PATIENCE_SECONDS = 4.5  # a job has this long to end before each signal

@@ -12,12 +12,12 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from mpipar.console.tables import nbytes
 from mpipar.interconnect.arguments import BY
 from mpipar.interconnect.cases import BARE, COMM
 from mpipar.interconnect.files import Row
 from mpipar.interconnect.hosts import LINKS
 from mpipar.interconnect.vet import SIZES, Found, Link, Slow, verdict
+from mpipar.run.console.tables import nbytes
 
 Cell = Callable[[Row], str]
 WIDTH, INDENT = 100, " " * 12

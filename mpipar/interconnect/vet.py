@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipar.comm.facts import gather_numbers
-from mpipar.console.tables import table
 from mpipar.interconnect.hosts import LINKS, link_of, seconds_of
+from mpipar.run.console.tables import table
 
 LEAST_RANKS = 3  # with two it is unclear which one is slow
 SIZES = {"latency": 8, "transfer": 1 << 20}  # bytes of the messages

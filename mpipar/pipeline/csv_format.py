@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TextIO
 
 from mpipar.errors import OutputError, UsageError
-from mpipar.files.bounded import problems_as, read_text
-from mpipar.files.text import shown
 from mpipar.pipeline.check import check
 from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
 from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.catalog import with_reduce_grad
+from mpipar.run.files.bounded import problems_as, read_text
+from mpipar.run.files.text import shown
 
 FORMATS = ("compute_only", "compute_comms")
 NUMBER = "([0-9]{1,6})"  # of a stage or microbatch; no schedule has that many

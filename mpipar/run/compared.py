@@ -14,15 +14,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
 
-from mpipar.checkpoint.manifest import GONE, NAME
-from mpipar.checkpoint.weight_files import check_digests
 from mpipar.config.sections import Config, in_force
 from mpipar.config.setting import flag
-from mpipar.data.fingerprint import fingerprint
-from mpipar.data.token_file import pieces_of
 from mpipar.errors import DataError
-from mpipar.files.bounded import open_regular, problems_as
-from mpipar.files.digests import digest_of
+from mpipar.run.checkpoint.manifest import GONE, NAME
+from mpipar.run.checkpoint.weight_files import check_digests
+from mpipar.run.data.fingerprint import fingerprint
+from mpipar.run.data.token_file import pieces_of
+from mpipar.run.files.bounded import open_regular, problems_as
+from mpipar.run.files.digests import digest_of
 from mpipar.run.source import source_files
 
 

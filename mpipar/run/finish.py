@@ -5,16 +5,16 @@ from __future__ import annotations
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.config.run import TEMPERATURE
-from mpipar.console import tables as console
-from mpipar.console.memory import process_peak
-from mpipar.console.time_shares import share_facts, share_table
-from mpipar.data.bigram import bigram_loss
-from mpipar.data.tokenizer import BYTE_VOCABULARY
-from mpipar.files.text import quoted
-from mpipar.inference.generate import continue_one
-from mpipar.inference.sampling import Sampling
+from mpipar.run.console import tables as console
+from mpipar.run.console.memory import process_peak
+from mpipar.run.console.time_shares import share_facts, share_table
+from mpipar.run.data.bigram import bigram_loss
+from mpipar.run.data.tokenizer import BYTE_VOCABULARY
+from mpipar.run.files.text import quoted
+from mpipar.run.inference.generate import continue_one
+from mpipar.run.inference.sampling import Sampling
 from mpipar.study.schedules.bubble import bubble_rows, bubble_table, recorded_facts
-from mpipar.trace.flight import flight_ns
+from mpipar.study.trace.flight import flight_ns
 
 
 def report_step(world, worker, fact, memory, steps, log) -> str:

@@ -8,23 +8,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mpipar import ops as ops_module
-from mpipar.checkpoint import formats
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.tokenizer_files import GENERATION, token_ids
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.reading import ParsedConfig
 from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config
-from mpipar.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.errors import EXIT_OK, DataError, UsageError
-from mpipar.files.text import printable
-from mpipar.inference import prompts as prompts_module
-from mpipar.inference.generate import FULL, STOP, Text, generate
-from mpipar.inference.prompts import Prompt
-from mpipar.inference.sampling import Sampling
-from mpipar.job.session import Session
+from mpipar.run.checkpoint import formats
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.tokenizer_files import GENERATION, token_ids
 from mpipar.run.compared import config_facts, digest_of_value
+from mpipar.run.data.tokenizer import Tokenizer, tokenizer_of
+from mpipar.run.files.text import printable
+from mpipar.run.inference import prompts as prompts_module
+from mpipar.run.inference.generate import FULL, STOP, Text, generate
+from mpipar.run.inference.prompts import Prompt
+from mpipar.run.inference.sampling import Sampling
+from mpipar.run.process.session import Session
 from mpipar.run.resolve import resolve
 from mpipar.run.source import find_source, tokenizer_folder
 from mpipar.train.worker import Worker
@@ -53,7 +53,7 @@ def run(session: Session, parsed: ParsedConfig, args) -> int:
     """Print a text piece by piece, or write a line of JSON for each prompt in a file.
 
     args: `commands.generate.Arguments`.
-    Comm: that of `config_facts`; see `mpipar.inference.generate.generate`.
+    Comm: that of `config_facts`; see `mpipar.run.inference.generate.generate`.
     """
     world = session.start()
     request = session.agree(lambda: prepare(parsed, args, world.size, session.host_rank))

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpipar import ops as ops_module
-from mpipar.checkpoint import weights as checkpoint
 from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config
-from mpipar.data import rows
-from mpipar.data.dataset import is_dataset
-from mpipar.data.source import character_table
-from mpipar.data.tokenizer import (
+from mpipar.errors import DataError, EnvironmentProblem, UsageError
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.data import rows
+from mpipar.run.data.dataset import is_dataset
+from mpipar.run.data.source import character_table
+from mpipar.run.data.tokenizer import (
     Tokenizer,
     files_digest,
     has_tokenizer,
@@ -22,8 +23,7 @@ from mpipar.data.tokenizer import (
     tokenizer_of,
     unknown_ids,
 )
-from mpipar.errors import DataError, EnvironmentProblem, UsageError
-from mpipar.inference.prompts import encode_prompts
+from mpipar.run.inference.prompts import encode_prompts
 from mpipar.run.resolve import resolve
 from mpipar.run.source import tokenizer_folder
 

@@ -16,10 +16,10 @@ from math import prod
 from threadpoolctl import threadpool_limits
 
 from mpipar.comm.record import place
-from mpipar.console.tables import nbytes
 from mpipar.errors import OutOfMemory
-from mpipar.job.failure import NO_THREAD
-from mpipar.job.malloc import give_back_heap, keep_heap
+from mpipar.run.console.tables import nbytes
+from mpipar.run.process.failure import NO_THREAD
+from mpipar.run.process.malloc import give_back_heap, keep_heap
 
 # What a process takes after its start besides the model's arrays: thread stacks, Python objects,
 # scratch tiles.

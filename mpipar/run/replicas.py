@@ -16,12 +16,12 @@ from time import perf_counter
 
 import numpy as np
 
-from mpipar.checkpoint.save import place_among_copies
 from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.errors import DriftError, EnvironmentProblem, UserError
-from mpipar.files.text import counted
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
+from mpipar.run.checkpoint.save import place_among_copies
+from mpipar.run.files.text import counted
 from mpipar.train.optim import TITLES
 from mpipar.train.worker import Worker
 

@@ -14,9 +14,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from mpipar.checkpoint.load import load_state
-from mpipar.checkpoint.manifest import NAME, committed_steps, read_manifest
-from mpipar.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.comm.facts import all_gather_facts, broadcast_text
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.layout import sizes_text
@@ -27,9 +24,12 @@ from mpipar.config.rule import typed
 from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
 from mpipar.config.sections import named
 from mpipar.errors import DataError, UsageError
-from mpipar.files.bounded import problems_as, read_text
-from mpipar.files.text import brief, counted
+from mpipar.run.checkpoint.load import load_state
+from mpipar.run.checkpoint.manifest import NAME, committed_steps, read_manifest
+from mpipar.run.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.run.compared import compare_inputs, digest_of_weights
+from mpipar.run.files.bounded import problems_as, read_text
+from mpipar.run.files.text import brief, counted
 from mpipar.run.folder import (
     CHECKPOINTS,
     CONFIG,

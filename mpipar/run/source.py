@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mpipar.checkpoint.formats import is_step
-from mpipar.checkpoint.manifest import NAME, committed_steps
-from mpipar.checkpoint.weight_files import instead_of_weights, weight_paths
 from mpipar.errors import DataError
-from mpipar.files.recognize import recognize
+from mpipar.run.checkpoint.formats import is_step
+from mpipar.run.checkpoint.manifest import NAME, committed_steps
+from mpipar.run.checkpoint.weight_files import instead_of_weights, weight_paths
+from mpipar.run.files.recognize import recognize
 from mpipar.run.folder import CHECKPOINTS, WEIGHTS
 
 

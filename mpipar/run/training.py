@@ -9,21 +9,11 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.save import Saver
 from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.reading import to_toml
 from mpipar.config.run import trace_steps, traced_steps
-from mpipar.console import tables as console
-from mpipar.console.memory import PeakMemory
-from mpipar.console.metrics import Metrics
-from mpipar.console.output import GrowingFile, Log
-from mpipar.console.progress import SECONDS, watched
-from mpipar.console.tensorboard import Events, tensorboard_problems
-from mpipar.console.time_shares import crowded
-from mpipar.data import rows
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -33,12 +23,20 @@ from mpipar.errors import (
     OutputError,
     UsageError,
 )
-from mpipar.files.text import one_line
-from mpipar.job.environment import host_name
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline.check import check
-from mpipar.run import finish, report, resume
-from mpipar.run.auto import with_best_layout
+from mpipar.run import finish, resume
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.save import Saver
+from mpipar.run.console import tables as console
+from mpipar.run.console.memory import PeakMemory
+from mpipar.run.console.metrics import Metrics
+from mpipar.run.console.output import GrowingFile, Log
+from mpipar.run.console.progress import SECONDS, watched
+from mpipar.run.console.tensorboard import Events, tensorboard_problems
+from mpipar.run.console.time_shares import crowded
+from mpipar.run.data import rows
+from mpipar.run.files.text import one_line
 from mpipar.run.folder import (
     CHECKPOINTS,
     EVALUATIONS,
@@ -53,12 +51,15 @@ from mpipar.run.folder import (
 )
 from mpipar.run.inputs import prepare
 from mpipar.run.memory_limit import memory_limit
+from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
+from mpipar.run.trace.tracer import Tracer
+from mpipar.study import report
 from mpipar.study.explain.predict import predict
+from mpipar.study.plan.auto import with_best_layout
 from mpipar.study.schedules import draw
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.simulate import simulate
-from mpipar.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
 from mpipar.train.optim import warm_up_notes
 from mpipar.train.worker import StepVotes, Worker

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from mpipar import ops as ops_module
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.weights import stream
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.sections import Config
-from mpipar.data import rows
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.weights import stream
+from mpipar.run.data import rows
 from mpipar.train.worker import Worker
 
 SPREAD = 0.02  # of biases and norms: a bias of zero that is counted twice is still zero

@@ -14,13 +14,13 @@ from time import perf_counter_ns
 from typing import Any
 
 from mpipar import models
-from mpipar.checkpoint.params import all_params
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
 from mpipar.ops.functions import Ops
 from mpipar.pipeline.engine import Engine, forward_only
+from mpipar.run.checkpoint.params import all_params
 from mpipar.train import build, non_finite
 from mpipar.train.gradsync import all_reduce_scalars, masked_contribution, masked_sum
 from mpipar.train.loss_scale import LossScale

@@ -26,10 +26,10 @@ from mpipar.comm.launcher import Launcher
 from mpipar.config.reading import ParsedConfig, over, to_toml, values_of
 from mpipar.config.run import PROMPT
 from mpipar.errors import UserError
-from mpipar.files.text import printable
-from mpipar.inference import generate
-from mpipar.inference.sampling import Sampling
-from mpipar.job.session import AgreedError, Session
+from mpipar.run.files.text import printable
+from mpipar.run.inference import generate
+from mpipar.run.inference.sampling import Sampling
+from mpipar.run.process.session import AgreedError, Session
 from mpipar.run.resolve import resolve
 from mpipar.run.resume import FIXED, resumed
 from mpipar.train.worker import Worker

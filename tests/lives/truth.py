@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from mpipar.checkpoint import formats
-from mpipar.checkpoint import weights as checkpoint
-from mpipar.checkpoint.params import all_params
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.run import TEMPERATURE
-from mpipar.data import rows
-from mpipar.files.text import quoted
-from mpipar.inference.sampling import Sampling, best, draw
 from mpipar.layers.stash import Batch
+from mpipar.run.checkpoint import formats
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.params import all_params
+from mpipar.run.data import rows
+from mpipar.run.files.text import quoted
+from mpipar.run.inference.sampling import Sampling, best, draw
 from mpipar.run.inputs import prepare
 from mpipar.train.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker

@@ -21,9 +21,9 @@ from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
-from mpipar.console.memory import PeakMemory
-from mpipar.data import rows
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.run.console.memory import PeakMemory
+from mpipar.run.data import rows
 from mpipar.study.explain.predict import predict
 from mpipar.train.verify import compare_with_one_rank, one_rank_tensors, serial_config, step_tensors
 from mpipar.train.worker import Worker

@@ -6,7 +6,7 @@ import pytest
 from small_model import WORLD
 
 from mpipar.comm.facts import gather_facts
-from mpipar.trace.clock import CommonClock, measure_clocks, shared_clocks
+from mpipar.run.trace.clock import CommonClock, measure_clocks, shared_clocks
 
 HOST = WORLD.rank % 2 if WORLD.size < 8 else WORLD.rank // 3  # "hosts" of several ranks
 OFFSET_NS = (0, 7_000_000_000_123, -40_000_000_000_000)[HOST]

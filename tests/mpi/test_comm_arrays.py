@@ -24,9 +24,9 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.record import Recorder
 from mpipar.errors import EnvironmentProblem
-from mpipar.job import self_test
-from mpipar.job.environment import chosen_by_user
-from mpipar.job.mpi import check_environment
+from mpipar.run.process import self_test
+from mpipar.run.process.environment import chosen_by_user
+from mpipar.run.process.mpi import check_environment
 from mpipar.run.replicas import Replicas
 
 pytestmark = pytest.mark.ranks(2)

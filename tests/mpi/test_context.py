@@ -25,13 +25,13 @@ from small_model import (
 from mpipar.comm.grid import token_pieces
 from mpipar.comm.group import Comm
 from mpipar.config.model import ModelConfig
-from mpipar.data import rows as data_rows
-from mpipar.inference.generate import continue_one
-from mpipar.inference.sampling import Sampling
 from mpipar.layers.parallel import allgather_attention, ring_attention
 from mpipar.layers.parallel.context import attention_over
 from mpipar.layers.stash import Batch
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.run.data import rows as data_rows
+from mpipar.run.inference.generate import continue_one
+from mpipar.run.inference.sampling import Sampling
 from mpipar.study.explain.predict import predict
 
 pytestmark = [pytest.mark.ranks(2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]

@@ -17,8 +17,8 @@ from small_model import (
     worker_of,
 )
 
-from mpipar.data.rows import evaluated
 from mpipar.pipeline.engine import Engine
+from mpipar.run.data.rows import evaluated
 from mpipar.train import worker as worker_module
 
 CONTEXT = replace(MODEL, d_model=24, heads=8, seq_len=16)

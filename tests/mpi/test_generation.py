@@ -16,8 +16,8 @@ from small_model import (
 
 from mpipar.comm.record import Recorder
 from mpipar.config.model import ModelConfig
-from mpipar.inference.generate import Text, generate
-from mpipar.inference.sampling import Sampling
+from mpipar.run.inference.generate import Text, generate
+from mpipar.run.inference.sampling import Sampling
 
 HERE = LAYOUTS[WORLD.size]
 GREEDY = Sampling(8)

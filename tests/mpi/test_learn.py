@@ -3,7 +3,7 @@
 import pytest
 from mpi4py import MPI
 
-from mpipar.learn.examples.catalog import EXAMPLES, TOLERANCE, run
+from mpipar.study.examples.catalog import EXAMPLES, TOLERANCE, run
 
 WORLD = MPI.COMM_WORLD
 pytestmark = pytest.mark.ranks(2, 4)

@@ -9,10 +9,10 @@ import pytest
 from small_model import WORLD, called, plant
 
 from mpipar.comm.hosts import quiet_barrier
-from mpipar.data import rows
 from mpipar.layers.recompute import Recomputed
 from mpipar.layers.stash import Stash
 from mpipar.run import training
+from mpipar.run.data import rows
 from mpipar.train import worker
 from tests.lives import kept
 from tests.lives.life import live_all

@@ -6,10 +6,10 @@ import shutil
 import pytest
 from small_model import LAYOUTS, WORLD, rows_of, small_config, worker_of
 
-from mpipar.checkpoint.load import load_state
-from mpipar.checkpoint.manifest import committed_steps, read_manifest
-from mpipar.checkpoint.save import Saver
 from mpipar.errors import OutputError
+from mpipar.run.checkpoint.load import load_state
+from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
+from mpipar.run.checkpoint.save import Saver
 from mpipar.train.worker import StepVotes
 
 pytestmark = pytest.mark.ranks(2, 4)

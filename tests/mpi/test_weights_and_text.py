@@ -7,12 +7,12 @@ from helpers import assert_close
 from safetensors.numpy import load_file
 from small_model import EMPTY_STAGES, LAYOUTS, MODEL, WORLD, small_config, worker_of
 
-from mpipar.checkpoint import weights as checkpoint
 from mpipar.comm.record import Sums
 from mpipar.config.model import model_config
-from mpipar.inference.generate import Text, continue_one, generate
-from mpipar.inference.sampling import Sampling
 from mpipar.layers.stash import Batch
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.inference.generate import Text, continue_one, generate
+from mpipar.run.inference.sampling import Sampling
 
 HERE = LAYOUTS[WORLD.size]
 SHAPE = {"layers": MODEL.layers, "D": MODEL.d_model, "F": MODEL.ffn, "T": MODEL.seq_len,

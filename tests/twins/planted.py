@@ -13,12 +13,12 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
 
 from mpipar.comm.group import Comm
-from mpipar.data.rows import Rows
 from mpipar.layers.linears import LINEARS
 from mpipar.layers.loss import CrossEntropy
 from mpipar.layers.parallel.row import RowLinear
 from mpipar.layers.param import Param
 from mpipar.pipeline.engine import Engine
+from mpipar.run.data.rows import Rows
 from mpipar.train.gradsync import GradSync
 from mpipar.train.worker import Worker
 from tests.twins.replaced import in_place_of, replaced

@@ -10,8 +10,8 @@ from bench.training import config_of
 from docs.build.pictures.shapes import arguments, layout_words
 from docs.build.pictures.svg import Drawing
 from mpipar.comm.grid import AXES, Grid, chunk_slice
-from mpipar.console.tables import nbytes
 from mpipar.errors import UsageError
+from mpipar.run.console.tables import nbytes
 from mpipar.study.explain.predict import predict
 
 Picture = tuple[str, str]  # SVG and alt text

@@ -17,10 +17,10 @@ from mpipar import cli
 from mpipar.comm.grid import token_pieces
 from mpipar.commands.schedule import costs_of, title
 from mpipar.config.flags import Parser
-from mpipar.console.tables import nbytes
 from mpipar.errors import DataError, UsageError
 from mpipar.interconnect.cases import shares
 from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.run.console.tables import nbytes
 from mpipar.study.explain.predict import fullest
 from mpipar.study.schedules.draw import svg
 from mpipar.study.schedules.simulate import simulate

@@ -14,9 +14,9 @@ from docs.build.pictures.shapes import layout_words, load, watch
 from docs.build.pictures.svg import CHARACTER, Drawing
 from mpipar import cli
 from mpipar.commands.schedule import cost_words, costs_of
-from mpipar.console.tables import nbytes
 from mpipar.ops.shape_array import labels_of
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
+from mpipar.run.console.tables import nbytes
 from mpipar.study.schedules.simulate import simulate
 
 ROW = 15  # between two names

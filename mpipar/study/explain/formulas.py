@@ -14,11 +14,11 @@ import numpy as np
 
 from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import family
-from mpipar.data.rows import rows_per_microbatch
 from mpipar.layers.context import recomputed_blocks
 from mpipar.layers.parallel.context import keeps_scores
 from mpipar.models.stage import stage_parts
 from mpipar.ops import shapes_for
+from mpipar.run.data.rows import rows_per_microbatch
 from mpipar.study.explain.layer_costs import (
     DISPATCH,
     KINDS,

@@ -11,15 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mpipar import ops as ops_module
-from mpipar.checkpoint.save import num_elements, own_pieces
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.memory import MemoryConfig
-from mpipar.data import rows
 from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.stash import Stash
 from mpipar.models.decoder import Stage
+from mpipar.run.checkpoint.save import num_elements, own_pieces
+from mpipar.run.data import rows
 from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.worker import Worker
 from mpipar.train.zero import unit_segments

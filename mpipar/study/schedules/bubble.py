@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mpipar.comm.record import PASSES, Recorder, Span
-from mpipar.console.tables import table
 from mpipar.pipeline.instructions import Schedule
+from mpipar.run.console.tables import table
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.simulate import simulate
 

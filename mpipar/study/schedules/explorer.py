@@ -16,10 +16,10 @@ from importlib.resources import files
 from itertools import product
 from typing import Any
 
-from mpipar.console import html
 from mpipar.pipeline.instructions import Schedule, is_compute
 from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.catalog import FAMILIES, make_schedule, schedule_problems
+from mpipar.run.console import html
 
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 MICROBATCHES = (*range(1, 17), 20, 24, 28, 32)

@@ -1,1 +1,0 @@
-"""For learners: worked examples of partitioned layers, with real numbers."""

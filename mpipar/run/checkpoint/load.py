@@ -1,0 +1,133 @@
+"""Loads the state of a checkpoint onto any layout: each rank reads the boxes that it holds."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from mpipar.errors import DataError
+from mpipar.run.checkpoint import boxes
+from mpipar.run.checkpoint.disk import BLOCK_BYTES
+from mpipar.run.checkpoint.manifest import Manifest, Tensor, digest_problem
+from mpipar.run.checkpoint.tensor_file import open_tensors
+from mpipar.run.files.bounded import problems_as
+
+MOST_LINES = 20  # of a table of tensors
+
+
+class Pieces:
+    """The pieces of a checkpoint, to be read box by box.
+
+    A file is opened when it is first needed, after all of its bytes have been compared with its
+    digest. Every method raises DataError that names the file and the tensor.
+    """
+
+    def __init__(self, step_folder: Path, manifest: Manifest):
+        self.folder, self.manifest, self.files = Path(step_folder), manifest, {}
+        self.stack, self.by_tensor = ExitStack(), {}
+        for piece in manifest.pieces:
+            self.by_tensor.setdefault((piece.tensor, piece.kind), []).append(piece)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.stack.close()
+
+    def read(self, tensor: str, kind: str, box: boxes.Box):
+        """Yield (box, array) of parts that cover a box exactly once, each of about BLOCK_BYTES."""
+        dtype = np.dtype(self.manifest.tensors[tensor].dtype)
+        for piece in self.by_tensor[tensor, kind]:
+            shared = boxes.overlap(piece.box, box)
+            if shared is None:
+                continue
+            stored = self._open(piece).get_slice(piece.key)
+            for block in boxes.row_blocks(shared, dtype.itemsize, BLOCK_BYTES):
+                rows, *others = boxes.within(block, piece.box)
+                yield block, stored[rows][:, *others]
+
+    def _open(self, piece):
+        if piece.file not in self.files:
+            path = self.folder / piece.file
+            problem = digest_problem(path, self.manifest.files[piece.file].sha256)
+            if problem:
+                raise DataError(f"{problem}; tensor {piece.tensor} ({piece.kind}) is in it")
+            with problems_as(DataError, str(path)):
+                self.files[piece.file] = self.stack.enter_context(open_tensors(path))
+        return self.files[piece.file]
+
+
+def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
+    """Return how a checkpoint's tensors and moments differ from a worker's model, as a table."""
+    ours = {
+        param.name: Tensor(param.shape, worker.ops.statistics.name)
+        for _, param in worker.all_params
+    }
+    theirs = manifest.tensors
+    names = [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
+    lines = [
+        f"{name}: {_shown(theirs.get(name))} in the checkpoint,"
+        f" {_shown(ours.get(name))} in the model"
+        for name in names[:MOST_LINES]
+    ]
+    if len(names) > MOST_LINES:
+        lines.append(f"and {len(names) - MOST_LINES} other tensors")
+    kinds = tuple(sorted(("master", *worker.optimizer.kinds)))
+    if manifest.kinds != kinds:
+        lines.append(
+            f"for each tensor it has {', '.join(manifest.kinds)}; the optimizer"
+            f" {worker.config.train.optimizer} needs {', '.join(kinds)}"
+        )
+    head = f"{step_folder}: the checkpoint is of another model:"
+    return ["\n  ".join([head, *lines])] if lines else []
+
+
+def _shown(tensor: Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
+    """Fill a worker with a checkpoint's masters, moments and loss scale, on any layout.
+
+    The worker is then as it was after the saved step. Padding stays zero. Raises DataError that
+    names file and tensor. It does not communicate: the caller must agree on the outcome, since
+    another rank may have failed.
+    """
+    wrong = state_problems(worker, step_folder, manifest)
+    if wrong:
+        raise DataError(wrong)
+    ops = worker.ops
+    with Pieces(step_folder, manifest) as pieces:
+        for flat in worker.flats:
+            for kind in flat.state:
+                for target in flat.weights if kind == "master" else [kind]:
+                    _fill(ops, pieces, kind, flat.held(target))
+            flat.publish()
+    worker.loss_scale.restore(manifest.loss_scale)
+
+
+def _fill(ops, pieces: Pieces, kind: str, parts) -> None:
+    """Read what a buffer holds. parts: (Param, first, values), see `FlatParams.held`."""
+    for param, first, values in parts:
+        for held, x in boxes.boxes_of_part(param, first, values):
+            for box, block in pieces.read(param.name, kind, held):
+                ops.copy(x[boxes.within(box, held)], ops.asarray(block))
+
+
+def blocks(step_folder: Path, manifest: Manifest, names, kind: str = "master"):
+    """Yield (tensor, first row, array) of full tensors, row by row, without MPI or a worker.
+
+    Tensors come in the order of `names`, and their rows in order. An array holds whole rows, at
+    most BLOCK_BYTES or one row. Raises DataError that names file and tensor.
+    """
+    with Pieces(step_folder, manifest) as pieces:
+        for name in names:
+            shape, dtype = manifest.tensors[name]
+            whole = boxes.whole_box(shape)
+            for rows in boxes.row_blocks(whole, np.dtype(dtype).itemsize, BLOCK_BYTES):
+                array = np.empty(boxes.shape_of(rows), dtype)
+                for box, block in pieces.read(name, kind, rows):
+                    array[boxes.within(box, rows)] = block
+                yield name, rows[0][0], array

@@ -1,0 +1,224 @@
+"""The manifest of a checkpoint: what was saved, in which files, and which box each piece is.
+
+A checkpoint is a folder `step-00001000` with `manifest.json` and one safetensors file per rank. It
+gets its name by a single rename after everything is on disk, so a folder of that name is complete
+unless it was damaged or changed afterwards. A manifest whose digest fits is what a save wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from mpipar.comm.grid import AXES
+from mpipar.errors import DataError
+from mpipar.run.checkpoint.boxes import Box, tiling_problem
+from mpipar.run.files import no_links
+from mpipar.run.files.bounded import open_regular, problems_as, read_json
+from mpipar.run.files.text import shown
+from mpipar.run.files.typed import built
+
+FORMAT = 1  # newer formats are refused
+NAME = "manifest.json"
+GONE = "a checkpoint can't be read without its manifest: was it removed meanwhile?"
+STEP_FOLDER = re.compile(r"step-(\d{8,15})")
+PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
+MOST_BYTES = 128 << 20  # of a manifest; a piece takes about 170
+
+
+class Tensor(NamedTuple):
+    """A full tensor: its logical shape, and the type of its masters and moments."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class File(NamedTuple):
+    """A file of pieces: its size, and its SHA-256 in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+class Scale(NamedTuple):
+    """The state of the loss scale."""
+
+    value: float
+    good: int
+    skipped: int
+
+
+class Piece(NamedTuple):
+    """A box of one kind (master, m, v) of a tensor, stored in `file` under the name `key`."""
+
+    file: str
+    key: str
+    tensor: str
+    kind: str
+    box: Box
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of a checkpoint.
+
+    config: the run's configuration as TOML. layout: {axis: ranks}, and schedule: its name, of the
+    run that wrote it; a reader needs neither. loss_scale: the entries of a Scale. data: the
+    fingerprint of the data. tensors, files: by name. pieces: they cover each kind of each tensor
+    exactly once.
+    """
+
+    step: int
+    config: str
+    layout: dict[str, int]
+    schedule: str
+    loss_scale: dict
+    data: dict
+    tensors: dict[str, Tensor]
+    files: dict[str, File]
+    pieces: tuple[Piece, ...]
+    format: int = FORMAT
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of state, sorted: master, and the moments that the optimizer has."""
+        return tuple(sorted({piece.kind for piece in self.pieces}))
+
+    def text(self) -> str:
+        """Return the content of manifest.json; its last entry is a digest of all the others."""
+        content = vars(self) | {
+            "tensors": {name: one._asdict() for name, one in self.tensors.items()},
+            "files": {name: one._asdict() for name, one in self.files.items()},
+            "pieces": [piece._asdict() for piece in self.pieces],
+        }
+        content["sha256"] = _digest(content)
+        lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _digest(content: dict) -> str:
+    """Return the SHA-256 of a manifest's entries, however they are formatted."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def step_folder_name(step: int) -> str:
+    """Return the name of a step's checkpoint folder."""
+    return f"step-{step:08d}"
+
+
+def pieces_file(world_rank: int) -> str:
+    """Return the name of a rank's file of pieces."""
+    return f"pieces-{world_rank:05d}.safetensors"
+
+
+def committed_steps(folder: Path) -> list[tuple[int, Path]]:
+    """Return (step, folder) of every committed checkpoint in `folder`, ascending; [] without it.
+
+    They were complete when they were written; `read_manifest` and `damage` tell if they still are.
+    Raises DataError if the folder cannot be read, or is a link; links in it are no checkpoints.
+    """
+    with problems_as(DataError, str(folder)), suppress(FileNotFoundError, NotADirectoryError):
+        inside = no_links.folder(folder.parent, folder.name)
+        found = [STEP_FOLDER.fullmatch(name) for name in os.listdir(inside)]
+        steps = [(int(match[1]), folder / match[0]) for match in found if match]
+        return sorted((step, path) for step, path in steps if stat.S_ISDIR(path.lstat().st_mode))
+    return []
+
+
+def read_manifest(step_folder: Path) -> Manifest:
+    """Return the manifest of a checkpoint whose files all exist with their sizes.
+
+    Digests are checked when a file is read. Raises DataError that names what is wrong.
+    """
+    path = Path(step_folder) / NAME
+    cure = "" if os.path.lexists(path) else GONE
+    content = read_json(NAME, cure=cure, most_bytes=MOST_BYTES, root=path.parent)
+    number = content.get("format") if isinstance(content, dict) else None
+    if type(number) is int and number > FORMAT:
+        raise DataError(
+            f"{path}: has format {number}, but this version of mpipar reads {FORMAT}:"
+            " it was written by a newer mpipar; use that one"
+        )
+    with problems_as(DataError, f"{path}: is not the manifest of a checkpoint"):
+        manifest = _manifest(content)
+    wrong = file_problems(path.parent, manifest.files)
+    match = STEP_FOLDER.fullmatch(path.parent.resolve().name)
+    if match and int(match[1]) != manifest.step:
+        wrong.append(f"{path}: is of step {manifest.step}, but its folder is of another")
+    if wrong:
+        raise DataError(wrong)
+    return manifest
+
+
+def _manifest(content) -> Manifest:
+    """Return a Manifest of what a save has written; ValueError if it is anything else."""
+    if not isinstance(content, dict) or content.pop("sha256", "") != _digest(content):
+        raise ValueError("its content does not match its digest")
+    config = content.get("config")
+    if type(config) is not str:
+        raise ValueError(f"config is {shown(config)}")
+    found = built(Manifest, content | {"config": ""}, "it")  # every other text has one line
+    built(Scale, found.loss_scale, "loss_scale")
+    for name in found.files:
+        if not PIECES_FILE.fullmatch(name):  # a match is a file in this folder
+            raise ValueError(f"{shown(name)} is not the name of a file of pieces")
+    return replace(found, config=config, layout={axis: found.layout.get(axis, 1) for axis in AXES})
+
+
+def piece_problem(tensors, pieces) -> str:
+    """Return which tensor and kind the pieces do not cover exactly once, or ""."""
+    boxes = {(name, kind): [] for name in tensors for kind in {piece.kind for piece in pieces}}
+    for piece in pieces:
+        boxes[piece.tensor, piece.kind].append(piece.box)
+    found = (
+        f"{name} ({kind}): {problem}"
+        for (name, kind), own in boxes.items()
+        if (problem := tiling_problem(tensors[name].shape, own))
+    )
+    return next(found, "")
+
+
+def file_problems(folder: Path, files: dict[str, File]) -> list[str]:
+    """Return files that are missing or of another size."""
+    wrong = []
+    for name, expected in files.items():
+        try:
+            size = (folder / name).lstat().st_size
+        except OSError as error:
+            wrong.append(f"{folder / name}: {error.strerror}")
+            continue
+        if size != expected.bytes:
+            wrong.append(f"{folder / name}: has {size:,} bytes, {expected.bytes:,} were written")
+    return wrong
+
+
+def digest_problem(path: Path, expected: str) -> str:
+    """Return why a file, which must not be a link, does not have the expected SHA-256, or ""."""
+    try:
+        with open_regular(path.name, path.parent) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    wrong = f"{path}: is damaged: its SHA-256 is {found}, {expected} was written"
+    return "" if found == expected else wrong
+
+
+def damage(step_folder: Path) -> list[str]:
+    """Return everything wrong with a checkpoint, reading every byte; [] if it can be loaded."""
+    folder = Path(step_folder)
+    try:
+        files = read_manifest(folder).files
+    except DataError as error:
+        return error.problems
+    wrong = [digest_problem(folder / name, file.sha256) for name, file in files.items()]
+    strangers = {path.name for path in folder.iterdir()} - {NAME, *files}
+    wrong += [f"{folder / name}: does not belong to the checkpoint" for name in sorted(strangers)]
+    return [text for text in wrong if text]

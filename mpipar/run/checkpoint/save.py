@@ -1,0 +1,325 @@
+"""Saves the whole state of a run: every rank writes its own boxes, and one rename commits them.
+
+The protocol, in which a process may be killed after any step:
+
+1. Rank 0 creates the folder `step-N.partial-TOKEN`.
+2. Each rank writes one new file with its pieces. No tensor is communicated.
+3. Rank 0 gathers size and digest of each file, checks that all of them are there, and writes the
+   manifest.
+4. Rank 0 renames the folder to `step-N`, which is the commit.
+5. Rank 0 removes checkpoints that need not be kept, and what killed runs have left.
+
+Every file and folder is synced to disk before the next step, so a folder `step-N` is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter, perf_counter_ns
+from typing import NamedTuple
+
+from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.grid import AXES
+from mpipar.errors import OutputError
+from mpipar.run.checkpoint import boxes
+from mpipar.run.checkpoint.disk import BLOCK_BYTES, safetensors_head, sync_folder, write_new
+from mpipar.run.checkpoint.folders import delete, make_partial, put_in_place, rename_outdated
+from mpipar.run.checkpoint.manifest import (
+    NAME,
+    File,
+    Manifest,
+    Piece,
+    Tensor,
+    file_problems,
+    piece_problem,
+    pieces_file,
+    step_folder_name,
+)
+
+
+class Own(NamedTuple):
+    """A piece that this rank writes: its description, and the view that holds its numbers."""
+
+    piece: Piece
+    x: object
+
+
+def place_among_copies(comms, param, shared=False) -> tuple[int, int]:
+    """Return (index, count) of this rank among all ranks that hold the same numbers of a Param.
+
+    These are the ranks of its own copy groups, and of the data group unless that shards the numbers
+    (`shared`).
+    """
+    index, count = 0, 1
+    groups = (*param.copy_groups, *(() if shared else param.grad_groups[-1:]))
+    for comm in (comms[name] for name in groups):
+        index, count = index * comm.size + comm.index, count * comm.size
+    return index, count
+
+
+def own_pieces(worker) -> list[Own]:
+    """Return the pieces that this rank writes, in the order of its file.
+
+    The rows of a box are distributed over its copies, so all ranks write, and no row is written
+    twice.
+    """
+    file, found = pieces_file(worker.grid.world_rank), []
+    for flat in worker.flats:
+        for kind in flat.state:
+            for param, first, values in flat.held(kind):
+                place = place_among_copies(worker.comms, param, flat.shares(kind))
+                for held, x in boxes.boxes_of_part(param, first, values):
+                    box = boxes.share_of_rows(held, *place)
+                    if boxes.volume(box):
+                        key = f"{param.name}/{kind}/{len(found)}"  # a tensor may have several
+                        piece = Piece(file, key, param.name, kind, box)
+                        found.append(Own(piece, x[boxes.within(box, held)]))
+    return found
+
+
+def row_blocks(own: Own, ops):
+    """Yield (place in the piece, host array) of a piece, one block of whole rows at a time."""
+    box = own.piece.box
+    for block in boxes.row_blocks(box, ops.statistics.itemsize, BLOCK_BYTES):
+        place = boxes.within(block, box)
+        yield place, ops.to_host(own.x[place])
+
+
+def write_pieces(path: Path, own: list[Own], ops, watch=lambda blocks, total: blocks) -> dict:
+    """Write one rank's file; return {bytes, sha256, seconds}, or the error of a disk.
+
+    watch(blocks, their bytes): yields the blocks, and may show how far they are.
+    """
+    start = perf_counter()
+    head = safetensors_head(
+        (one.piece.key, ops.statistics, boxes.shape_of(one.piece.box)) for one in own
+    )
+    blocks = (block for one in own for _, block in row_blocks(one, ops))
+    total = sum(one.x.size for one in own) * ops.statistics.itemsize
+    try:
+        size, digest = write_new(path, itertools.chain([head], watch(blocks, total)))
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+    return {"bytes": size, "sha256": digest, "seconds": perf_counter() - start}
+
+
+def num_elements(own: list[Own]) -> int:
+    """Return how many numbers a copy of these pieces has."""
+    return sum(boxes.volume(piece.box) for piece, _ in own)
+
+
+def views_of(room, own: list[Own]) -> list[Own]:
+    """Return the pieces as consecutive views of a flat host array."""
+    found, start = [], 0
+    for piece, _ in own:
+        stop = start + boxes.volume(piece.box)
+        found.append(Own(piece, room[start:stop].reshape(boxes.shape_of(piece.box))))
+        start = stop
+    return found
+
+
+class Flight(NamedTuple):
+    """A save that has begun. outcome: that of `write_pieces`."""
+
+    step: int
+    loss_scale: dict
+    outcome: Future
+
+
+class Saver:
+    """Writes checkpoints of a worker's state into `folder`, which belongs to this run alone.
+
+    Every rank creates its Saver, and calls `save`, `commit` and `finish` at the same step. All
+    three raise OutputError on every rank if any rank could not write; the partial folder is then
+    removed, and earlier checkpoints are unchanged.
+
+    keep: how many of the newest checkpoints to keep (0: all). background: whether a thread writes a
+    copy of the state while training continues; it never calls MPI. facts: `config`, the
+    configuration as TOML, and `data`, the fingerprint of the data. ready(): called on rank 0 before
+    each save; raises OSError or OutputError if the run folder cannot take one. watch: shows how far
+    this rank's own writing is, see `write_pieces`; not in background.
+
+    saved: the step of the last commit, or None. blocked_seconds: how long the last `save` blocked
+    training. write_seconds: how long this rank wrote for the last commit.
+    Comm: one gather over the world.
+    """
+
+    def __init__(
+        self,
+        worker,
+        folder: Path,
+        *,
+        keep: int,
+        background: bool,
+        facts: dict,
+        ready: Callable[[], None] = lambda: None,
+        watch: Callable[[Iterable, int], Iterable] = lambda blocks, total: blocks,
+    ):
+        self.worker, self.folder, self.keep, self.facts = worker, Path(folder), keep, facts
+        self.ready, self.watch = ready, watch
+        self.comm, self.mpi_world = worker.comms.world, worker.comms.mpi_world
+        self.own = own_pieces(worker)
+        self.file = pieces_file(worker.grid.world_rank)
+        gathered = gather_facts(self.mpi_world, [one.piece for one in self.own])
+        self.pieces = tuple(
+            Piece(*names, tuple((first, stop) for first, stop in box))
+            for pieces in gathered or []
+            for *names, box in pieces
+        )
+        self.tensors = {
+            param.name: Tensor(param.shape, worker.ops.statistics.name)
+            for _, param in worker.all_params
+        }
+        if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
+            problem = piece_problem(self.tensors, self.pieces)
+            assert not problem, problem
+        # Deletes old files, which takes a tenth of a save; in background mode it also writes.
+        self.thread, self.deletion = ThreadPoolExecutor(1, "checkpoint"), None
+        self.copy = None
+        if background:
+            room = worker.ops.pinned((num_elements(self.own),), worker.ops.statistics)
+            self.copy = views_of(room, self.own)
+        self.flight: Flight | None = None
+        self.partial: Path | None = None  # where all ranks are writing now
+        self.saved: int | None = None
+        self.blocked_seconds = self.write_seconds = 0.0
+
+    def save(self, step: int) -> None:
+        """Save the state after `step`; in background mode only the copy is made here.
+
+        A step that is already committed is not saved again. A save still in flight is committed
+        first, and if that fails, this save does not begin.
+        Comm: that of `commit`, and a barrier and a broadcast over the world.
+        """
+        start = perf_counter_ns()
+        self.commit()
+        if self.saved != step:
+            self.partial = self._begin(step)
+            path, own = self.partial / self.file, self.own
+            outcome = Future()
+            if self.copy is None:
+                outcome.set_result(write_pieces(path, own, self.worker.ops, self.watch))
+            else:
+                self._copy_state()
+                outcome = self.thread.submit(write_pieces, path, self.copy, self.worker.ops)
+            self.flight = Flight(step, self.worker.loss_scale.state(), outcome)
+            if self.copy is None:
+                self.commit()
+        self.worker.recorder.span("save", start)
+        self.blocked_seconds = (perf_counter_ns() - start) * 1e-9
+
+    def _copy_state(self) -> None:
+        for one, copied in zip(self.own, self.copy, strict=True):
+            for place, block in row_blocks(one, self.worker.ops):
+                copied.x[place] = block
+
+    def written(self) -> bool:
+        """Return whether a background save is in flight and this rank has written its file."""
+        return self.flight is not None and self.flight.outcome.done()
+
+    def moved(self) -> int:
+        """Return the bytes that all ranks have written of the save in flight, for the watchdog.
+
+        They grow on a slow disk even while this rank waits for another one.
+        """
+        size, partial = 0, self.partial
+        if partial is not None:
+            with contextlib.suppress(OSError):  # it may be committed at this moment
+                size = sum(entry.stat().st_size for entry in os.scandir(partial))
+        return size
+
+    def finish(self) -> None:
+        """Wait for a save in flight, commit it, and wait until old files are deleted.
+
+        Comm: that of `commit`.
+        """
+        self.commit()
+        if self.deletion is not None:
+            self.deletion.result()
+
+    def commit(self) -> None:
+        """Commit the save in flight, if there is one; wait for this rank's writing.
+
+        Comm: two barriers, a gather of sizes and digests, and a broadcast over the world.
+        """
+        if self.flight is None:
+            return
+        start, written = perf_counter_ns(), self.flight.outcome.result()
+        flight, self.flight = self.flight, None
+        self.write_seconds = written.get("seconds", 0.0)
+        self.comm.barrier("save.written")
+        facts = gather_facts(self.mpi_world, written)
+        problem = self._commit_files(flight, facts) if facts else ""
+        self.comm.barrier("save.committed")
+        problem = broadcast_text(self.mpi_world, problem)
+        self.worker.recorder.span("save", start)
+        self.partial = None
+        if problem:
+            raise OutputError(problem)
+        self.saved = flight.step
+
+    def _begin(self, step: int) -> Path:
+        """Create the partial folder of a step; return its path, on every rank."""
+        answer = ""
+        if self.comm.index == 0:
+            try:
+                self.ready()
+                answer = make_partial(self.folder, step).name
+            except (OSError, OutputError) as error:
+                why = error.strerror if isinstance(error, OSError) else None
+                answer = f"/{why or error}"  # no folder name begins with a slash
+        self.comm.barrier("save.folder")
+        answer = broadcast_text(self.mpi_world, answer)
+        if answer.startswith("/"):
+            raise OutputError(self._failure(step, answer[1:]))
+        return self.folder / answer
+
+    def _failure(self, step, why) -> str:
+        return (
+            f"{self.folder / step_folder_name(step)}: the checkpoint could not be written:"
+            f" {why}; earlier checkpoints are unchanged"
+        )
+
+    def _commit_files(self, flight: Flight, facts: list[dict]) -> str:
+        """Write the manifest and rename the folder; return why that failed, or "". Rank 0 only."""
+        partial, numbered = self.partial, [*enumerate(facts)]
+        files = {
+            pieces_file(number): File(fact["bytes"], fact["sha256"])
+            for number, fact in numbered
+            if "error" not in fact
+        }
+        failed = [f"rank {number}: {fact['error']}" for number, fact in numbered if "error" in fact]
+        failed += file_problems(partial, files)  # as when hosts do not share the folder
+        try:
+            if not failed:
+                text = self._manifest(flight, files).text()
+                write_new(partial / NAME, [text.encode()])
+                sync_folder(partial)
+                put_in_place(partial, flight.step)
+        except OSError as error:
+            failed = [error.strerror or str(error)]
+        if failed:
+            delete([partial])
+            return self._failure(flight.step, "; ".join(failed))
+        outdated = rename_outdated(self.folder, flight.step, self.keep)
+        self.deletion = self.thread.submit(delete, outdated)
+        return ""
+
+    def _manifest(self, flight: Flight, files: dict[str, File]) -> Manifest:
+        worker = self.worker
+        return Manifest(
+            step=flight.step,
+            config=self.facts["config"],
+            layout={axis: worker.grid.size(axis) for axis in AXES},
+            schedule=worker.schedule.name,
+            loss_scale=flight.loss_scale,
+            data=self.facts["data"],
+            tensors=self.tensors,
+            files=files,
+            pieces=self.pieces,
+        )

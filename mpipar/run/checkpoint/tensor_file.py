@@ -1,0 +1,48 @@
+"""Opens user-supplied safetensors files: the library `safetensors` checks and reads them."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from mpipar.run.files.bounded import open_regular
+from mpipar.run.files.recognize import SAFETENSORS, recognize
+from mpipar.run.files.text import brief
+
+NUMBERS = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class Entry(NamedTuple):
+    """A tensor's entry in the header: safetensors' name of its type, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def open_tensors(path):
+    """Return the library's open file; raise OSError or ValueError for what is wrong with it."""
+    kind = recognize(path)
+    if kind not in (None, SAFETENSORS):
+        raise ValueError(f"is {kind}")
+    with open_regular(path) as file:  # the library would wait for a pipe
+        try:
+            return safe_open(path, "np")
+        except SafetensorError as error:
+            size = os.fstat(file.fileno()).st_size
+            text = brief(str(error).removeprefix("Error while deserializing header: "), 200)
+            raise ValueError(f"is not a whole safetensors file ({size:,} bytes): {text}") from None
+
+
+def entries(file) -> dict[str, Entry]:
+    """Return {name: Entry} of an open file, including types that cannot be read."""
+    slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    return {name: Entry(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}

@@ -1,0 +1,316 @@
+"""Weights on disk: full tensors in the model's format, whatever the layout.
+
+Weights are written and read in blocks of rows, so that no rank ever holds a tensor it does not own.
+A row is an index of a parameter's first logical axis. In the file a row is a contiguous run of
+bytes, because the logical shape only splits axes of the file's shape, as (D, 3, H, d) is stored as
+(D, 3*D); or a row is several tensors of the file, such as the matrices of an expert.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from mpipar.config.model import model_config
+from mpipar.errors import DataError, OutputError
+from mpipar.run.checkpoint import boxes, formats, tokenizer_files
+from mpipar.run.checkpoint.disk import BLOCK_BYTES
+from mpipar.run.checkpoint.load import Pieces
+from mpipar.run.checkpoint.manifest import read_manifest
+from mpipar.run.checkpoint.params import all_params
+from mpipar.run.checkpoint.tensor_file import NUMBERS
+from mpipar.run.checkpoint.weight_files import ADAPTER_CURE, WeightFiles, write_weights
+from mpipar.run.files.text import brief
+
+MOST_TOLD = 20  # problems of tensors that are reported
+MOST_MISSING = 5  # with more, all names may be other ones
+HEAD = "lm_head.weight"
+# Masks and angles that old files carry; mpipar computes them.
+BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
+
+
+def _blocks(box, itemsize):
+    """Return a box in blocks of whole rows, each of at most BLOCK_BYTES (or one row)."""
+    return boxes.row_blocks(box, itemsize, BLOCK_BYTES)
+
+
+def shard_of(worker, flat, param, kind: str):
+    """Return a parameter's shard (local shape) on its first data rank; kind: master or grad.
+
+    Comm: if the data group shards it, one reduce over that group; other ranks then get None.
+    """
+    shared = flat.level > 0 if kind == "grad" else flat.shares(kind)
+    if not shared:
+        return getattr(param, kind)
+    ops = worker.ops
+    shard = ops.zeros((param.size,), ops.statistics, label="buffers")
+    pieces = flat.summed if kind == "grad" else flat.pieces(kind)
+    for first, values in flat.parts(param, pieces):  # pieces are disjoint, so the sum is exact
+        ops.copy(shard[first : first + values.size], values)
+    return flat.group.reduce(shard.reshape(param.local_shape), 0, f"save.{param.name}")
+
+
+def stream(worker, kind: str):
+    """Yield (name, first row, block) of full tensors on world rank 0, none elsewhere.
+
+    kind: `master` for weights, `grad` for gradients. The block has whole rows of the parameter's
+    logical shape. Every rank must run this to the end.
+    Comm: that of `shard_of`; per block and owner other than rank 0, one send over world, in the
+    order of `all_params`.
+    """
+    ops, grid = worker.ops, worker.grid
+    mine = {param.name: (flat, param) for flat in worker.flats for param in flat.params}
+    for stage, param in worker.all_params:
+        pp_rank, own = worker.schedule.stage_to_rank[stage], None
+        if param.name in mine and mine[param.name][1].owner:
+            own = shard_of(worker, *mine[param.name], kind)
+        for box in _blocks(boxes.whole_box(param.shape), ops.statistics.itemsize):
+            block = np.empty(boxes.shape_of(box), ops.statistics)
+            for places in param.shards(grid):
+                shard = param.box_at(grid, places)
+                part = boxes.overlap(shard, box)
+                if part is None:
+                    continue
+                owner = grid.at(**{"pp": pp_rank, "data": 0, "tp": 0, **places})
+                piece = None
+                if grid.world_rank == owner:
+                    piece = own[boxes.within(part, shard)]
+                if owner != 0:
+                    piece = _move(worker, piece, boxes.shape_of(part), owner, param.name)
+                if grid.world_rank == 0:
+                    block[boxes.within(part, box)] = ops.to_host(piece)
+            if grid.world_rank == 0:
+                yield param.name, box[0][0], block
+
+
+def _move(worker, piece, shape, owner, name):
+    """Send one piece from its owner to world rank 0. Comm: one send over world."""
+    world, barrier = worker.comms.world, f"save.{name}"
+    if worker.grid.world_rank == owner:
+        buffer = worker.ops.empty(shape, worker.ops.statistics, label="buffers")
+        worker.ops.copy(buffer, piece)
+        world.send(buffer, 0, 0, barrier)
+    elif worker.grid.world_rank == 0:
+        buffer = worker.ops.empty(shape, worker.ops.statistics, label="buffers")
+        return world.recv(buffer, owner, 0, barrier)
+    return None
+
+
+def save(worker, folder: Path) -> None:
+    """Write a worker's weights into a folder, as `write` does. Comm: see `stream`."""
+    blocks = stream(worker, "master")
+    if worker.grid.world_rank == 0:
+        write(folder, worker.config.model, worker.ops.statistics, blocks)
+    else:
+        for _ in blocks:
+            pass
+
+
+def write(folder: Path, model, dtype, blocks) -> None:
+    """Write the files of weights and config.json; a crash leaves the old files unchanged.
+
+    model: a completed ModelConfig. dtype: of the numbers in the files, to which they are rounded.
+    blocks: (name of a parameter, first row, array of whole rows) of all parameters, in order.
+    Raises OutputError if they cannot be written.
+    """
+    form = formats.format_of(model)
+    made = [
+        (name, dtype, shape)
+        for _, param in all_params(model, (model.layers,))
+        for name, shape in form.tensors(param).items()
+    ]
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        texts = tokenizer_files.config_texts(folder, form.to_json(model, dtype.name))
+        rounded = (np.ascontiguousarray(block, dtype) for _, _, block in blocks)
+        write_weights(folder, texts, made, rounded)
+    except OSError as error:
+        raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
+
+
+def weight_problems(config) -> list[str]:
+    """Return what is wrong with the initial weights' tensors, reading only names and shapes.
+
+    An unusable configuration gives no problem here; it is reported when the model's shape is read.
+    """
+    folder = config.run.init_from
+    if folder is None:
+        return []
+    try:
+        model = model_config(asdict(config.model) | formats.model_settings(folder))
+    except DataError:
+        return []
+    try:
+        with _source(folder, model) as (wrong, *_):
+            return wrong
+    except DataError as error:
+        return error.problems
+
+
+def load(worker, folder: str) -> None:
+    """Read this rank's shards of every tensor, one block of rows at a time.
+
+    folder: of weight files, or a checkpoint, of which the master weights are read. Raises DataError
+    that names all tensors that are missing, have another shape, or contain numbers that are not
+    finite.
+    """
+    with _source(folder, worker.config.model) as (wrong, read, found):
+        if wrong:
+            raise DataError(wrong)
+        bad = _fill(worker, read)
+    if bad:
+        names = [name for param in bad for name in found.get(param, [param])]
+        raise DataError(
+            f"{folder}: not all numbers are finite in {worker.ops.statistics.name}, in"
+            f" {formats.some_names(names)}; give other weights"
+        )
+
+
+@contextmanager
+def _source(folder: str, model):
+    """Yield (problems of the tensors, a function, {parameter: its tensors in files}) of weights.
+
+    The function (Param, box) -> (box, array) reads parts that cover a box.
+    """
+    if formats.is_step(folder):
+        manifest = read_manifest(Path(folder))
+        wrong = _shape_problems(folder, manifest.tensors, model)
+        with Pieces(folder, manifest) as pieces:
+            yield wrong, lambda param, box: pieces.read(param.name, "master", box), {}
+    else:
+        with _open(folder) as files:
+            found, wrong = _find(files, model)
+            yield wrong, lambda param, box: _read(files, found[param.name], param, box), found
+
+
+def _fill(worker, blocks_of) -> list[str]:
+    """Fill this rank's shards; return the parameters of which not all numbers are finite.
+
+    blocks_of(param, its box): (box, array) of parts that cover the box. Padding stays zero.
+    """
+    ops, bad = worker.ops, {}  # in order, each once
+    for flat in worker.flats:
+        for param in flat.params:
+            held, shard = param.box, param.master
+            if shard is None:  # the data group shards it: a rank keeps only its pieces
+                shard = ops.zeros(param.local_shape, ops.statistics, label="buffers")
+            for box, block in blocks_of(param, held):
+                # A float64 that overflows float32 is not finite.
+                with np.errstate(over="ignore", invalid="ignore"):
+                    values = np.ascontiguousarray(block, dtype=ops.statistics)
+                if not np.isfinite(values).all():
+                    bad[param.name] = True
+                ops.copy(shard[boxes.within(box, held)], ops.asarray(values))
+            if param.master is None:
+                flat.keep(param, shard)
+        flat.publish()
+    return [*bad]
+
+
+def _open(folder: str) -> WeightFiles:
+    return WeightFiles(folder, folder)
+
+
+def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
+    """Return ({parameter: its tensors, by their names in the files}, what is missing or misfits).
+
+    A model without its head is saved without the prefix of the names.
+    """
+    found, missing, wrong, form = {}, [], [], formats.format_of(model)
+    for _, param in all_params(model, (model.layers,)):
+        found[param.name] = {}
+        for full, needed in form.tensors(param).items():
+            options = [full, full.removeprefix(form.PREFIX)]
+            name = next((option for option in options if option in files.tensors), None)
+            if name is None:
+                missing.append(options[1])
+                continue
+            found[param.name][name], tensor = needed, files.tensors[name]
+            where = f"{files.where}: tensor {name} is"
+            if tensor.dtype not in NUMBERS:
+                wrong.append(f"{where} {brief(tensor.dtype)}, not one of {', '.join(NUMBERS)}")
+            elif tensor.shape != needed:
+                wrong.append(f"{where} {[*tensor.shape]} in the file, {[*needed]} in the model")
+    if missing:
+        wrong += _missing(files, missing, {name for one in found.values() for name in one})
+    elif not wrong and model.tied:
+        wrong += _head_problems(files, next(iter(found["embedding.tokens"])))
+    if len(wrong) > MOST_TOLD:
+        wrong[MOST_TOLD:] = [f"{files.where}: and {len(wrong) - MOST_TOLD} other tensors"]
+    return found, wrong
+
+
+def _missing(files: WeightFiles, missing: list[str], read: set[str]) -> list[str]:
+    """Return what to say about missing tensors: one line if many have other names in the files."""
+    others = [name for name in files.tensors if name not in read]
+    if len(missing) <= MOST_MISSING or not others:
+        return [f"{files.where}: tensor {name} is missing" for name in missing]
+    other = next((name for name in others if ".lora_" in name), others[0])
+    cure = ADAPTER_CURE if ".lora_" in other else "save the model itself, not what wraps it"
+    text = f"tensor {missing[0]} and {len(missing) - 1:,} more are missing; the file has names such"
+    return [f"{files.where}: {text} as {brief(other)} instead: {cure}"]
+
+
+def _head_problems(files: WeightFiles, table: str) -> list[str]:
+    """Return a problem if the files of a tied model have a head that is not its embedding."""
+    head, other = files.tensors.get(HEAD), files.tensors[table]
+    if head is None or (
+        head.shape == other.shape and head.dtype in NUMBERS and _same(files, table)
+    ):
+        return []
+    cure = 'write "tie_word_embeddings": false there to use this head, or remove it from the file'
+    return [f"{files.where}: tensor {HEAD} is not {table}, but config.json ties them: {cure}"]
+
+
+def _same(files: WeightFiles, table: str) -> bool:
+    """Return whether the head has the numbers of a table."""
+    return all(
+        np.array_equal(files.rows(HEAD, *rows), files.rows(table, *rows))
+        for rows, *_ in _blocks(boxes.whole_box(files.tensors[table].shape), 8)
+    )
+
+
+def unread_notes(config) -> list[str]:
+    """Return a note that names the tensors in the files of the first weights that are not read."""
+    folder = config.run.init_from
+    if folder is None or formats.is_step(folder):
+        return []
+    with _open(folder) as files:
+        found, _ = _find(files, config.model)
+    # A head that a tied model does not have is its embedding; another one is refused.
+    read = {name for one in found.values() for name in one} | {HEAD}
+    rest = [name for name in files.tensors if name not in read and not BUFFERS.search(name)]
+    what = f"{folder}: tensors that the model of config.json does not have, not read"
+    return [f"{what}: {formats.some_names(rest)}"] if rest else []
+
+
+def _read(files: WeightFiles, tensors: dict, param, held):
+    """Yield (box, array) of the parts of a parameter's tensors in the shard `held`."""
+    row = math.prod(param.shape[1:])
+    for rows in _blocks((held[0], *boxes.whole_box(param.shape)[1:]), 4):
+        first, last = rows[0]
+        parts = []
+        for name, start, stop in formats.file_slices(tensors, first * row, last * row):
+            width = math.prod(tensors[name][1:])
+            parts.append(files.rows(name, start // width, stop // width).reshape(-1))
+        block = (np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(
+            boxes.shape_of(rows)
+        )
+        wanted = (rows[0], *held[1:])
+        yield wanted, block[boxes.within(wanted, rows)]
+
+
+def _shape_problems(folder: str, saved, model) -> list[str]:
+    """Return tensors of a checkpoint that are missing, or differ in shape from a model's."""
+    return [
+        f"{folder}: tensor {param.name} is"
+        f" {[*saved[param.name].shape] if param.name in saved else 'missing'} in the"
+        f" checkpoint, {[*param.shape]} in the model"
+        for _, param in all_params(model, (model.layers,))
+        if param.name not in saved or saved[param.name].shape != tuple(param.shape)
+    ]

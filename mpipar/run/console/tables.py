@@ -1,0 +1,238 @@
+"""The tables and lines that a training run prints, as plain text built from plain values."""
+
+from collections import defaultdict
+
+from mpipar import models
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Key, Sums, family
+from mpipar.config.layout import sizes_text
+from mpipar.config.model import ModelConfig
+from mpipar.models.decoder import CUT, ENTRY
+from mpipar.run.files.text import counted
+
+BARRIER = ("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step")
+
+
+def table(rows: list[tuple], left: int = 1) -> str:
+    """Return rows of cells as aligned columns; the first `left` columns are left-aligned."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        parts = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def nbytes(count: float) -> str:
+    """Return bytes as text in KiB, MiB or GiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    raise AssertionError
+
+
+def short_count(count: float) -> str:
+    """Return a count as 1.2k or 3.4M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f}{unit}"
+    return f"{count:.0f}"
+
+
+def layout_text(grid) -> str:
+    """Return the layout of a resolved GridConfig as text."""
+    return sizes_text(vars(grid)) + (f", attention by {grid.cp_attention}" if grid.cp > 1 else "")
+
+
+def microbatches_text(count: int) -> str:
+    """Return the microbatches of a step as text, with the term other programs use."""
+    return f"{counted(count, 'microbatch')}{' (gradient accumulation)' * (count > 1)}"
+
+
+def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
+    """Return layout, schedule and model in two lines."""
+    grid, model, run = config.grid, config.model, config.run
+    kernels = f", {run.kernels} kernels" if run.kernels else ""
+    return (
+        f"{counted(world_size, 'rank')} on {counted(num_hosts, 'host')}:"
+        f" {layout_text(grid)},"
+        f" schedule {grid.schedule_csv or grid.schedule}, {counted(num_stages, 'stage')},"
+        f" {microbatches_text(grid.num_microbatches)}, {run.dtype} on {run.device}"
+        f"{kernels}{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
+        f"model {run.preset}: {describe_model(model)};"
+        f" {config.train.optimizer}, {counted(config.train.batch_size, 'row')} per step"
+    )
+
+
+def describe_model(config: ModelConfig) -> str:
+    """Return the sizes of a resolved ModelConfig, for a headline, and how it differs from GPT-2."""
+    one = config.completed()
+    assert one.head_dim, "completed"
+    keys = f" ({one.kv_heads} kv)" if one.kv_heads != one.heads else ""
+    width = f" of {one.head_dim}" if one.head_dim * one.heads != one.d_model else ""
+    more = (
+        [", tied head"] * one.tied
+        + [", RMSNorm"] * (one.norm == "rms")
+        + [", SwiGLU"] * (one.activation == "swiglu")
+        + [", RoPE"] * (one.positions == "rope")
+    )
+    return (
+        f"{counted(one.layers, 'layer')}, D {one.d_model},"
+        f" {counted(one.heads, 'head')}{keys}{width}, F {one.ffn},"
+        f" T {one.seq_len}, V {one.vocab_size}{''.join(more)}"
+    )
+
+
+def describe_stage(stage: int, stage_layers, entry: str) -> str:
+    """Return the layers of a stage, as '0: embedding, blocks 0-1'. entry: what precedes blocks."""
+    first, count = sum(stage_layers[:stage]), stage_layers[stage]
+    parts = [entry] if stage == 0 else []
+    if count:
+        last = first + count - 1
+        parts.append(f"block {first}" if count == 1 else f"blocks {first}-{last}")
+    if stage == len(stage_layers) - 1:
+        parts.append("head, loss")
+    return f"{stage}: {', '.join(parts) or 'no layers'}"
+
+
+def holding(config, schedule, prediction, host: str | None = None) -> dict:
+    """Return what the rank of a `Prediction` holds, as plain values. host: if it is known."""
+    grid = Grid.of(config.grid, prediction.world_rank)
+    split = models.layer_split(config, schedule)
+    share = f"{grid.place('tp') + 1}/{grid.size('tp')} of {CUT}"
+    return {
+        "rank": grid.world_rank,
+        "host": host,
+        "place": grid.describe(),
+        "stages": [
+            describe_stage(stage, split, ENTRY)
+            for stage in schedule.stages_by_rank[grid.place("pp")]
+        ],
+        "share": share if grid.size("tp") > 1 else "all",
+        "params": prediction.num_params,
+        "memory": prediction.peak_bytes,
+    }
+
+
+def holdings(facts: list[dict]) -> str:
+    """Return what each rank holds, in one row per rank. facts: a `holding` of each."""
+    rows = holding_rows(facts)
+    return table(rows, left=len(rows[0]) - 2)
+
+
+def holding_rows(facts: list[dict]) -> list[tuple]:
+    """Return the cells of `holdings`, column names first; hosts only if they are known."""
+    rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
+    rows += [
+        (
+            fact["rank"],
+            fact["host"],
+            fact["place"],
+            "; ".join(fact["stages"]),
+            fact["share"],
+            short_count(fact["params"]),
+            nbytes(sum(fact["memory"].values())),
+        )
+        for fact in facts
+    ]
+    if all(fact["host"] is None for fact in facts):
+        rows = [(row[0], *row[2:]) for row in rows]
+    return rows
+
+
+def measured_memory(facts: list[dict]) -> str:
+    """Return predicted and measured bytes per rank: arrays, Python objects, and the process."""
+    rows = [("rank", "predicted peak", "measured peak", "ratio", "objects", "whole process")]
+    for fact in facts:
+        predicted = sum(fact["memory"].values())
+        rows.append(
+            (
+                fact["rank"],
+                nbytes(predicted),
+                nbytes(fact["measured"]),
+                f"{fact['measured'] / predicted:.2f}",
+                nbytes(fact["objects"]),
+                nbytes(fact["process"]),
+            )
+        )
+    return table(rows)
+
+
+def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
+    """Return the line of a step, in 80 columns, with fields in a fixed order.
+
+    seconds_per_step sets the speed.
+    """
+    per_second = line["tokens_per_second"] * line["step_seconds"] / seconds_per_step
+    norm = "inf" if line.get("skipped") else f"{line['grad_norm']:.3f}"
+    took = (
+        f"{seconds_per_step * 1e3:.0f} ms" if seconds_per_step < 10 else f"{seconds_per_step:.1f} s"
+    )
+    return (
+        f"step {line['step']:>{len(str(steps))}}/{steps} loss {line['loss']:.4f} norm {norm}"
+        f" {took} {short_count(per_second)} tok/s"
+        f" comm {line['comm_share_mean']:.0%}"
+        f" eta {time_left(steps, line['step'], seconds_per_step)}"
+    )
+
+
+def status(result, tokens_per_second: float) -> str:
+    """Return what the progress line says of a `StepResult`."""
+    return f"loss {result.loss:.4f}, {short_count(tokens_per_second)} tok/s"
+
+
+def time_left(steps: int, step: int, seconds_per_step: float) -> str:
+    """Return minutes and seconds until the last step is done, without evaluations and saves."""
+    left = round((steps - step) * seconds_per_step)
+    return f"{left // 60}:{left % 60:02d}" if left < 6000 else f"{left / 3600:.1f} h"
+
+
+def skipped_steps(lines: list[dict]) -> list[str]:
+    """Return a sentence about each of these steps whose gradients overflowed."""
+    return [
+        f"step {line['step']}: a gradient overflowed in float16; every rank skipped the update,"
+        f" loss scale {line['loss_scale']:g} -> {line['loss_scale'] / 2:g}"
+        for line in lines
+        if line.get("skipped")
+    ]
+
+
+def barriers(facts: list[list], steps: int, timed: bool = True) -> str:
+    """Return the barriers of a step by name, summed over blocks and microbatches.
+
+    facts: for each rank a list of [*Key, *Sums]. timed: whether the calls took time; those of a
+    step on shapes did not.
+    Calls and bytes are per step and summed over ranks; milliseconds are per step, mean and max over
+    ranks.
+    """
+    found: dict[Key, list[Sums]] = defaultdict(lambda: [Sums()] * len(facts))
+    for rank, counters in enumerate(facts):
+        for row in counters:
+            key, sums = Key(*row[: len(Key._fields)]), Sums(*row[len(Key._fields) :])
+            own = found[key._replace(name=family(key.name))]
+            own[rank] = own[rank].plus(sums)
+    if not found:
+        return "none: a single rank waits for no other"
+    rows = [(*BARRIER, *["ms mean", "ms max"] * timed)]
+    for key, ranks in sorted(found.items()):
+        calls, size = sum(one.calls for one in ranks), sum(one.payload_bytes for one in ranks)
+        ms = [one.nanoseconds * 1e-6 / steps for one in ranks]
+        times = [f"{sum(ms) / len(ms):.2f}", f"{max(ms):.2f}"] * timed
+        rows.append((*key, f"{calls / steps:.4g}", nbytes(size / steps), *times))
+    return table(rows, left=len(Key._fields))
+
+
+def overlap(name: str, facts: list[tuple[int, int]]) -> str | None:
+    """Return how much of the messages' flight time was overlapped with computation.
+
+    facts: see `trace.flight.flight_ns`. None if there were no such messages.
+    """
+    flight, hidden = (sum(values) for values in zip(*facts, strict=True))
+    if not flight:
+        return None
+    return f"{name}: its rank computed in {hidden / flight:.0%} of the time of flight"

@@ -1,0 +1,210 @@
+"""The rows of the text for each step: row i of step s is a pure function of (seed, s, i).
+
+The place in the grid and the microbatch only select which i are read, so every layout trains on the
+same rows. Under context parallelism, each rank reads only its slices of every row. Letters: B rows
+of a microbatch, T tokens that a rank reads of each.
+"""
+
+import numpy as np
+
+from mpipar.comm.grid import token_pieces
+from mpipar.errors import DataError
+from mpipar.layers.stash import Batch
+from mpipar.run.data.source import load_source
+
+HELD_OUT = 10  # one part in ten is held out
+
+
+def split(tokens, seq_len: int):
+    """Return the training part and the held-out part: the last tenth, but at least one row.
+
+    Raises DataError if either would be smaller than one row.
+    """
+    held_out = max(len(tokens) // HELD_OUT, seq_len + 1)
+    if len(tokens) - held_out <= seq_len:
+        raise DataError(
+            f"the data has {len(tokens):,} tokens, fewer than one row to train on and one to"
+            f" hold out (2 x ({seq_len} tokens + 1) = {2 * (seq_len + 1):,}):"
+            " give more data, or a smaller --seq-len"
+        )
+    return tokens[:-held_out], tokens[-held_out:]
+
+
+def load(config, thorough: bool = True):
+    """Return ((training part, held-out part), a description of them).
+
+    The held-out part is --val-data, else what the data itself holds out, else its last tenth.
+    thorough: see `load_source`. Raises DataError if the text cannot be used.
+    """
+    run, model = config.run, config.model
+    source = load_source(run.data, model.vocab_size, thorough)
+    tokens, what, held_out = source.tokens, source.what, source.validation()
+    if tokens is None:
+        raise DataError(
+            f"--data {run.data[0]}: is held out, as its name says, so there is nothing"
+            " to train on; give training files too, or another name"
+        )
+    if run.val_data:
+        held_out = _val_data(config, thorough)
+        what = f"{what}; held out: {held_out.what}"
+    if held_out is None:
+        return split(tokens, model.seq_len), what
+    flag = "--val-data" if run.val_data else "--data, what it holds out"
+    found = [
+        f"{flag}: has {len(part):,} tokens, but a row needs {model.seq_len} + 1: give more"
+        " data, or a smaller --seq-len"
+        for flag, part in (("--data", tokens), (flag, held_out.tokens))
+        if len(part) <= model.seq_len
+    ]
+    if (tokens.dtype == np.uint8) != (held_out.tokens.dtype == np.uint8):
+        found.append(
+            "--val-data: either it or --data is text, the other token files (.bin): give one kind"
+        )
+    if source.tokenizer and held_out.tokenizer not in ("", source.tokenizer):
+        found.append(
+            "--val-data: its tokens were made by another tokenizer than --data's; prepare"
+            f" it with --tokenizer {run.data[0]}"
+        )
+    if found:
+        raise DataError(found)
+    return (tokens, held_out.tokens), what
+
+
+def _val_data(config, thorough: bool):
+    """Return the source of --val-data: what it holds out if it names any, else all of it."""
+    try:
+        source = load_source(config.run.val_data, config.model.vocab_size, thorough)
+    except DataError as error:
+        raise DataError(
+            [text.replace("--data", "--val-data", 1) for text in error.problems]
+        ) from None
+    return source.validation() or source
+
+
+def evaluated(part, config):
+    """Return what evaluations read of the held-out part: the rows that --eval-tokens reaches."""
+    tokens, seq_len = config.run.eval_tokens, config.model.seq_len
+    return part if tokens is None else part[: -(-tokens // seq_len) * seq_len + 1]
+
+
+def rows_per_microbatch(config) -> int:
+    """Return the rows of a microbatch of one dp replica. config: resolved."""
+    return config.train.batch_size // (config.grid.dp * config.grid.num_microbatches)
+
+
+def token_places(tokens: int, grid_config, cp_rank: int) -> np.ndarray:
+    """Return the places in a row of `tokens` tokens that a rank of cp reads, ascending."""
+    if grid_config.cp == 1:
+        return np.arange(tokens)
+    pieces = token_pieces(tokens, grid_config.cp_attention, grid_config.cp, cp_rank)
+    return np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
+
+
+def routed_rows(config, grid) -> np.ndarray | None:
+    """Return the rows of a microbatch that each rank of the expert group sends to each expert.
+
+    (q, E). Experts are equally popular, up to one row. None if nothing is routed.
+    """
+    model = config.model
+    if not getattr(model, "experts", 0):
+        return None
+    ranks, counts = grid.group("expert"), []
+    for world_rank in ranks:
+        places = token_places(model.seq_len, config.grid, grid.place_of(world_rank, "cp"))
+        total = rows_per_microbatch(config) * len(places) * model.experts_per_token
+        counts.append(np.diff(total * np.arange(model.experts + 1) // model.experts))
+    return np.array(counts)
+
+
+def blank_batch(ops, config) -> Batch:
+    """Return a microbatch of token 0 in its true shape, as cp rank 0 reads it. config: resolved."""
+    places = token_places(config.model.seq_len, config.grid, 0)
+    shape = (rows_per_microbatch(config), len(places))
+    tokens, targets = (ops.zeros(shape, "int64", label="buffers") for _ in range(2))
+    return Batch(tokens, targets, *positions_of(ops, config.model.seq_len, places))
+
+
+def positions_of(ops, tokens: int, places: np.ndarray):
+    """Return a Batch's positions and all_positions for a rank with these of `tokens` places."""
+    everyone = None if len(places) == tokens else ops.asarray(np.arange(tokens))
+    return ops.asarray(places), everyone
+
+
+class Rows:
+    """Rows of one part of the text for one place in the grid.
+
+    batch_size is global; this rank's dp replica reads batch_size / dp_size rows, in
+    num_microbatches pieces.
+    """
+
+    def __init__(self, ops, part, config, grid):
+        self.ops, self.part = ops, part
+        self.seed, self.distance = config.run.seed, config.model.targets_per_row
+        self.dp_rank, self.dp_size = grid.place("dp"), grid.size("dp")
+        self.num_rows = rows_per_microbatch(config)
+        self.num_microbatches = config.grid.num_microbatches
+        self.places = token_places(self.distance, config.grid, grid.place("cp"))
+        self.positions = positions_of(ops, self.distance, self.places)
+        # Rows may begin at places 0 .. num_starts - 1; those of a sweep are `distance` apart.
+        self.num_starts = len(part) - self.distance
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch over all replicas."""
+        return self.num_rows * self.dp_size * self.num_microbatches
+
+    def _indices(self, mb: int):
+        """Return the global row numbers of this replica's microbatch mb."""
+        first = (mb * self.dp_size + self.dp_rank) * self.num_rows
+        return range(first, first + self.num_rows)
+
+    def _batch(self, starts) -> Batch:
+        rows = np.stack([self.part[start : start + self.distance + 1] for start in starts])
+        rows = rows.astype(np.int64)
+        tokens, targets = (
+            np.ascontiguousarray(rows[:, places]) for places in (self.places, self.places + 1)
+        )
+        return Batch(self.ops.asarray(tokens), self.ops.asarray(targets), *self.positions)
+
+    def train(self, step: int, mb: int) -> Batch:
+        """Return microbatch mb of a training step: rows that begin anywhere in the text."""
+        starts = []
+        for row in self._indices(mb):
+            philox = np.random.Philox(key=self.seed, counter=[0, row, step, 0])
+            generator = np.random.Generator(philox)
+            starts.append(int(generator.integers(self.num_starts)))
+        return self._batch(starts)
+
+    def num_sweeps(self) -> int:
+        """Return the batches in one sweep of non-overlapping rows; the last may be smaller."""
+        return -(-self.rows_of_sweep() // self.batch_size)
+
+    def rows_of_sweep(self) -> int:
+        """Return the rows in one sweep, over all replicas."""
+        return (self.num_starts - 1) // self.distance + 1
+
+    def sweep(self, number: int) -> list[Batch]:
+        """Return this replica's microbatches of batch `number` of the sweep.
+
+        The last batch has only what is left of the text: fewer rows in a microbatch, fewer
+        microbatches, and none for some replicas.
+        """
+        first = number * self.batch_size
+        left = self.rows_of_sweep() - first
+        rows = (
+            [row for row in self._indices(mb) if row < left] for mb in range(self.num_microbatches)
+        )
+        return [
+            self._batch([(first + row) * self.distance for row in some]) for some in rows if some
+        ]
+
+    def filled_sweep(self, number: int) -> tuple[list[Batch], int]:
+        """Return (microbatches, how many of them count), equally many on every replica.
+
+        Replicas that shard weights must run the same passes, so one that has fewer rows than others
+        in the last batch runs the first row again, without counting it.
+        """
+        own = self.sweep(number)
+        left = self.rows_of_sweep() - number * self.batch_size
+        most = min(self.num_microbatches, -(-left // (self.dp_size * self.num_rows)))
+        return [*own, *(self._batch([0]) for _ in range(most - len(own)))], len(own)

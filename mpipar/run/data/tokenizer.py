@@ -1,0 +1,413 @@
+"""Text to token ids and back: bytes, ids written as words, or the files of a tokenizer.
+
+A tokenizer is a set of files beside the weights, as Hugging Face's libraries write them:
+tokenizer.json, or GPT-2's vocab.json and merges.txt. The byte tokenizer has such a file too, so
+that other programs can use a model of bytes. All other files are read by the library `tokenizers`
+(the extra `text`), which is imported when it is needed. Whatever it raises, also where it panics,
+is a DataError. Nothing is downloaded.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from mpipar.errors import DataError, EnvironmentProblem
+from mpipar.run.files.bounded import parse_json, problems_as, read_bytes
+from mpipar.run.files.recognize import BYTE_ORDER_MARK, HEAD, recognized
+from mpipar.run.files.replace import replace_file
+from mpipar.run.files.text import brief
+
+TOKENIZER, SETTINGS, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
+# The files of a tokenizer, as transformers looks for them; those that exist are copied.
+FILES = (
+    TOKENIZER,
+    SETTINGS,
+    "special_tokens_map.json",
+    ADDED,
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+MOST_BYTES = 128 << 20  # of one file; the largest known one has about 35 MB
+MOST_IDS = 1 << 24  # the largest known vocabulary has about 260,000 ids
+MOST_GROWTH = 256  # characters that a tokenizer may make of one
+MOST_TEMPLATE = 1 << 15  # bytes of what describes the tokens around a text
+END = "<|endoftext|>"
+ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")  # looked for if no file says which one it is
+TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
+BYTES = 256
+BYTE_VOCABULARY = 512  # a model with more ids, including padding, is not one of bytes
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """The byte tokenizer, with ids 0 to 255, and the base of the others.
+
+    size: ids in the vocabulary. end: the id that ends a document, or None. files: what `copy`
+    writes. what: a name for the user. takes: what a prompt may be, for the user.
+    """
+
+    takes = "a model of bytes takes text"
+
+    size: int = BYTES
+    end: int | None = None
+    files: dict[str, bytes] = field(default_factory=dict, repr=False)
+    what: str = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text; what looks like a special token in it is ordinary text."""
+        return list(text.encode("utf-8", "surrogateescape"))  # the bytes that were typed
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return a prompt's ids as transformers does: with special tokens, also at the start."""
+        return self.encode(text)
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of many texts, using all threads."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of ids, with special tokens; invalid UTF-8 becomes replacement marks."""
+        special = {self.end: END.encode()}
+        return b"".join(
+            bytes([one]) if one < BYTES else special.get(one, b"") for one in map(int, ids)
+        ).decode(errors="replace")
+
+    def copy(self, folder: Path) -> None:
+        """Write the tokenizer's files into an existing folder. Raises OSError."""
+        for name, content in self.files.items():
+            replace_file(Path(folder) / name, [content])
+
+    @property
+    def least_vocabulary(self) -> int:
+        """The least vocabulary of a model with this tokenizer.
+
+        A table may lack rows of bytes that no text has, and of added tokens, such as one for
+        padding; only a text that has such an id is refused.
+        """
+        return 1
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether each id is a byte, except for an end of text."""
+        return self.what == "bytes"
+
+    @property
+    def digest(self) -> str:
+        """The `files_digest` of the tokenizer's files."""
+        return files_digest(self.files)
+
+
+def unknown_ids(vocab_size: int) -> Tokenizer:
+    """Return plain ids, with a file that says that they are not bytes."""
+    return Ids(vocab_size, files={SETTINGS: settings_file(False)}, what="ids")
+
+
+class Ids(Tokenizer):
+    """Ids written as words: without a known tokenizer, a model reads and writes `464 318`."""
+
+    takes = "a model without the files of a tokenizer takes ids, as in --prompt '464 318'"
+
+    def encode(self, text: str) -> list[int]:
+        words = text.split()  # a word with more digits than an id is not one, and may be endless
+        return (
+            [int(word) for word in words]
+            if all(word.isdecimal() and len(word) < 20 for word in words)
+            else []
+        )
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+@dataclass(frozen=True)
+class HuggingFace(Tokenizer):
+    """A tokenizer read by the library `tokenizers`. library: its object."""
+
+    takes = "give text"
+    library: object = field(default=None, repr=False)
+
+    @property
+    def least_vocabulary(self) -> int:
+        return 1 + max(self.library.get_vocab(with_added_tokens=False).values(), default=0)
+
+    def encode(self, text: str) -> list[int]:
+        with asked(self.what):
+            return self.library.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        self.library.encode_special_tokens = False
+        try:
+            with asked(self.what):
+                return self.library.encode(text).ids
+        finally:
+            self.library.encode_special_tokens = True
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        with asked(self.what):
+            found = self.library.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(one.ids, np.uint32) for one in found]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        with asked(self.what):
+            return self.library.decode(list(map(int, ids)), skip_special_tokens=False)
+
+
+@contextmanager
+def asked(what: str) -> Iterator[None]:
+    """Turn whatever the library `tokenizers` raises inside into a DataError of one sentence."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of the library, which has no class to import, is no Exception.
+        is_theirs = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if isinstance(error, DataError) or not is_theirs:
+            raise
+        raise DataError(
+            f"{what}: the library tokenizers cannot use it: {brief(str(error), 200)}"
+        ) from None
+
+
+def byte_tokenizer(end: bool = False) -> Tokenizer:
+    """Return the tokenizer of bytes, with one more id that ends a document if `end`."""
+    files = {TOKENIZER: _byte_file(end), SETTINGS: settings_file(end)}
+    return Tokenizer(BYTES + end, BYTES if end else None, files)
+
+
+def default_tokenizer(vocab_size: int) -> Tokenizer:
+    """Return what a model without tokenizer files uses: bytes if it has 256 ids, else plain ids."""
+    return byte_tokenizer() if vocab_size == BYTES else Ids(vocab_size, what="ids")
+
+
+def load_tokenizer(path) -> Tokenizer:
+    """Return the tokenizer of a folder with Hugging Face's files, or of a single tokenizer.json.
+
+    Raises DataError for unusable files, and EnvironmentProblem without the library.
+    """
+    path = Path(path)
+    files = read_files(path)
+    for of_bytes in (byte_tokenizer(), byte_tokenizer(end=True)):
+        if files.get(TOKENIZER) == of_bytes.files[TOKENIZER]:
+            return of_bytes
+    library = _library(path, files)
+    vocabulary = library.get_vocab()
+    size = max(vocabulary.values(), default=-1) + 1
+    if not 1 < size <= MOST_IDS:
+        raise DataError(f"{path}: the tokenizer has {size:,} ids; 2 to {MOST_IDS:,} are supported")
+    end = _end(path, files, vocabulary, library.get_added_tokens_decoder())
+    return HuggingFace(size, end, files, f"tokenizer of {path}", library)
+
+
+def files_digest(files: dict[str, bytes]) -> str:
+    """Return the SHA-256 of the files' names, sizes and contents."""
+    found = hashlib.sha256()
+    for name, content in sorted(files.items()):
+        found.update(f"{name}\0{len(content)}\0".encode() + content)
+    return found.hexdigest()
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has tokenizer files that can be read."""
+    return os.path.exists(folder / TOKENIZER) or all(
+        os.path.exists(folder / name) for name in ("vocab.json", "merges.txt")
+    )
+
+
+def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) -> Tokenizer:
+    """Return the tokenizer of the model in a folder, or the default for so many ids.
+
+    is_text: whether the model is trained on text without a tokenizer, and so on bytes.
+    Raises as `load_tokenizer` does, and DataError if it has more ids than the model.
+    """
+    if folder is None or not any(os.path.exists(Path(folder) / name) for name in FILES):
+        return byte_tokenizer() if is_text else default_tokenizer(vocab_size)
+    if not is_text and not has_tokenizer(Path(folder)):
+        return Ids(vocab_size, what="ids")  # of a tokenizer that is not known here
+    found = load_tokenizer(folder)
+    if is_text and not found.is_bytes:
+        raise DataError(
+            f"--data: text is trained as bytes, but these weights have a tokenizer of their own;"
+            f" type mpipar data prepare TEXT... --tokenizer {folder} --out DATA, and --data DATA"
+        )
+    if found.least_vocabulary > vocab_size:
+        raise DataError(
+            f"{folder}: its tokenizer has {found.least_vocabulary:,} ids, more than the model's"
+            f" vocabulary of {vocab_size:,}; give the tokenizer of this model"
+        )
+    return found
+
+
+def read_files(path: Path) -> dict[str, bytes]:
+    """Return the content of each tokenizer file by its name; DataError if there is none."""
+    files = {TOKENIZER: path}
+    if os.path.isdir(path):
+        files = {name: path / name for name in FILES if os.path.exists(path / name)}
+        if not has_tokenizer(path):
+            cure = "; tokenizer.model alone cannot be read: let transformers save it as"
+            raise DataError(
+                f"{path}: no tokenizer here (looked for {TOKENIZER}, and for vocab.json"
+                f" with merges.txt){f'{cure} {TOKENIZER}' * ('tokenizer.model' in files)}"
+            )
+    found = {}
+    for name, file in files.items():
+        with problems_as(DataError, str(file)):
+            found[name] = read_bytes(file, most_bytes=MOST_BYTES)
+            kind = recognized(found[name][:HEAD], len(found[name]))
+            if name.endswith((".json", ".txt")) and kind not in (None, BYTE_ORDER_MARK):
+                raise ValueError(f"is {kind}")
+    return found
+
+
+def library_of(where):
+    """Return the library `tokenizers`; if it is missing, raise EnvironmentProblem about `where`."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise EnvironmentProblem(
+            f"{where}: this needs the library tokenizers, which is not installed:"
+            " pip install '.[text]'"
+        ) from None
+    return tokenizers
+
+
+def _library(path: Path, files: dict[str, bytes]):
+    """Return the library's object for the files of a tokenizer."""
+    tokenizers = library_of(path)
+    with asked(f"{path}"):
+        if TOKENIZER in files:
+            library = tokenizers.Tokenizer.from_str(_text(files[TOKENIZER]))
+        else:
+            library = _of_gpt2(tokenizers, path, files)
+        library.no_truncation()
+        library.no_padding()
+        if hasattr(library.model, "dropout"):
+            library.model.dropout = None  # chance: for the training of other programs
+        _add_named(tokenizers, library, path, files)
+        _check_growth(library, path)
+    library.encode_special_tokens = True  # for texts; prompts ask for special tokens
+    return library
+
+
+def _of_gpt2(tokenizers, path: Path, files: dict[str, bytes]):
+    """Return the library's object for GPT-2's two files, as transformers reads them."""
+    vocabulary = _json(path / "vocab.json", files["vocab.json"])
+    lines = _text(files["merges.txt"]).replace("\r\n", "\n").split("\n")
+    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    if END in vocabulary:
+        library.add_special_tokens([END])
+    return library
+
+
+def _add_named(tokenizers, library, path: Path, files: dict[str, bytes]) -> None:
+    """Add the tokens that only added_tokens.json or tokenizer_config.json names, with their ids.
+
+    Raises DataError if such a file gives a token another id than the tokenizer does.
+    """
+    added = _json(path / ADDED, files.get(ADDED, b"{}"))
+    named = {str(number): {"content": content} for content, number in added.items()}
+    named |= _json(path / SETTINGS, files.get(SETTINGS, b"{}")).get("added_tokens_decoder") or {}
+    for number, token in sorted(named.items(), key=lambda one: (len(one[0]), one[0])):
+        content = token.get("content") if isinstance(token, dict) else None
+        if not number.isdecimal() or not isinstance(content, str):
+            continue
+        if library.token_to_id(content) is None:
+            options = {name: token[name] for name in TOKEN_OPTIONS if type(token.get(name)) is bool}
+            special = bool(token.get("special"))
+            one = tokenizers.AddedToken(content, special=special, **options)
+            (library.add_special_tokens if special else library.add_tokens)([one])
+        if (found := library.token_to_id(content)) != int(number):
+            raise DataError(
+                f"{path}: its files give the token {brief(content)} the id {int(number):,}, but the"
+                f" tokenizer gives it {found}; let transformers save the tokenizer again"
+            )
+
+
+def _check_growth(library, path: Path) -> None:
+    """Raise DataError if a few characters or ids can become any amount of text or ids."""
+    kinds = (library.normalizer, library.decoder, library.post_processor)
+    texts = [bytes(one.__getstate__()).decode() if one else "null" for one in kinds]
+    growth = max(_growth(json.loads(text)) for text in texts[:2])
+    if growth > MOST_GROWTH or len(texts[2]) > MOST_TEMPLATE:
+        raise DataError(
+            f"{path}: this tokenizer can make more than {MOST_GROWTH} characters or ids of one, so"
+            " a text has no bound; give another"
+        )
+
+
+def _growth(part) -> int:
+    """Return the most characters that a normalizer or decoder makes of one."""
+    if isinstance(part, list):
+        return math.prod(map(_growth, part))
+    if not isinstance(part, dict):
+        return 1
+    new = part.get("content") or part.get("prepend") or ""
+    own = len(new) + 1 if part.get("type") == "Prepend" else max(1, len(new))
+    return own * math.prod(map(_growth, part.values()))
+
+
+def _text(content: bytes) -> str:
+    """Return the text of a file without its byte order mark; what is not UTF-8 is marked."""
+    return content.decode(errors="replace").removeprefix("\ufeff")
+
+
+def _json(path: Path, content: bytes) -> dict:
+    """Return the object in a JSON file. Raises DataError."""
+    with problems_as(DataError, str(path)):
+        found = parse_json(_text(content), huge=True)
+        if not isinstance(found, dict):
+            raise ValueError("must hold an object, as in {}")
+    return found
+
+
+def settings_file(end: bool) -> bytes:
+    """Return a tokenizer_config.json. end: whether the vocabulary has the end of text."""
+    found = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return json.dumps(found | ({"eos_token": END} if end else {}), indent=1).encode()
+
+
+def _byte_file(end: bool) -> bytes:
+    """Return a tokenizer.json of bytes, each written as the letter that GPT-2's files use for it.
+
+    A byte that is a visible letter of Latin-1 stands for itself; the others take the letters from
+    U+0100 on, in order.
+    """
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(BYTES) if byte not in visible)
+    letters = {byte: chr(byte) for byte in visible}
+    letters |= {byte: chr(BYTES + place) for place, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    level["use_regex"] = False
+    special = {"id": BYTES, "content": END} | dict.fromkeys(TOKEN_OPTIONS, False)
+    vocabulary = {letters[byte]: byte for byte in range(BYTES)}
+    found = {
+        "version": "1.0",
+        "added_tokens": [special | {"special": True}] if end else [],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+    }
+    return json.dumps(found).encode()
+
+
+def _end(path: Path, files: dict, vocabulary: dict, added: dict) -> int | None:
+    """Return the id that ends a text: as the files say, else a known special token, or None."""
+    for name in (SETTINGS, "special_tokens_map.json"):
+        named = _json(path / name, files.get(name, b"{}")).get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        if isinstance(named, str) and named in vocabulary:
+            return vocabulary[named]
+    known = {token.content: number for number, token in added.items()}
+    return next((known[name] for name in ENDS if name in known), None)

@@ -1,0 +1,142 @@
+"""One error block for a failed job: what went wrong, where, why, and what to do.
+
+If several ranks fail at the same time, one reports and the others wait until its abort ends them.
+Within a host the first one reports: it has taken a name that only one process can have. Hosts share
+no names, nor do ranks that have not started MPI; there the lower number reports sooner.
+"""
+
+import contextlib
+import errno
+import json
+import socket
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mpipar import errors
+from mpipar.errors import EXIT_CODES, UserError
+from mpipar.run.files.replace import replace_file
+from mpipar.run.files.text import cut, printable
+from mpipar.run.process.streams import above
+
+MOST_TEXT = 4000  # characters of a sentence in the block: a file's name or a value may be long
+TURN_SECONDS = 1.2  # enough to forward a block and for the abort after it to end the other ranks
+MOST_TURNS = 5  # a failure is reported within six seconds
+FORWARD_SECONDS = 0.3  # on abort the launcher drops output that it has not forwarded yet
+NO_THREAD = "can't start new thread"
+NO_PROCESS = (
+    "no further process or thread can be started: the limit of this user's processes is reached"
+    " (ulimit -u), or that of a container"
+)
+TOO_LONG = ("MPI_ERR_ARG", "MPI_ERR_COUNT")
+LONG = (
+    "the MPI library refuses a call. Libraries of MPI 3, such as Open MPI 4, take at most 2^31 - 1"
+    " numbers at a time: use Open MPI 5 or MPICH 4, or a layout with smaller parts"
+    " (`mpipar doctor --deep` tries a long message)"
+)
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+REPORT_IT = "report this with the command line and the traceback"
+
+
+@dataclass(frozen=True)
+class Report:
+    """The content of the block and of errors/rank-N.json."""
+
+    exit_code: int
+    what: tuple[str, ...]
+    where: str
+    why: str = ""
+    do: str = ""
+    trace: str = ""
+
+
+def error_report(error: BaseException, where: str, saved: str = "") -> Report:
+    """Return the report of an exception, with a traceback unless the user caused it.
+
+    saved: the folder of the final weights, once the run has written them.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    why = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    match error:
+        case UserError():
+            return Report(error.exit_code, tuple(error.problems), where)
+        case KeyboardInterrupt():
+            code, said = errors.EXIT_INTERRUPTED, str(error) or "interrupted (SIGINT)"
+            if saved:
+                return Report(errors.EXIT_STOPPED, (said,), where, do=f"the weights are in {saved}")
+            return Report(code, (said,), where)
+        case BrokenPipeError():
+            what = "the program reading the output exited before all of it was written"
+            return Report(errors.EXIT_NO_READER, (what,), where)
+        case OSError() if error.errno in DISK_ERRORS:
+            done = "read or written" if error.errno == errno.EIO else "written"
+            what = f"{error.filename or 'the output'} can't be {done}: {error.strerror}"
+            return Report(errors.EXIT_OUTPUT, (what,), where)
+        case _ if isinstance(error, BlockingIOError) or NO_THREAD in str(error):
+            return Report(errors.EXIT_ENVIRONMENT, (NO_PROCESS,), where)
+        case _ if type(error).__module__ == "mpi4py.MPI" and str(error).startswith(TOO_LONG):
+            return Report(errors.EXIT_ENVIRONMENT, (f"{error}: {LONG}",), where, why)
+        case SystemExit():
+            what = f"sys.exit({error.code!r}) on this rank, while the others continue"
+        case _:
+            what = "".join(traceback.format_exception_only(error)).strip()
+    trace = "".join(traceback.format_exception(error))
+    return Report(errors.EXIT_INTERNAL, (what,), where, why, REPORT_IT, trace)
+
+
+def show(found: Report, record: Path | None = None) -> None:
+    """Print the block on stderr, after all earlier output; an interrupt takes a single line."""
+    text = f"mpipar: stopped, exit code {found.exit_code} ({EXIT_CODES[found.exit_code]})"
+    if found.exit_code == errors.EXIT_INTERRUPTED:
+        text += f": {found.what[0]}, {found.where}"
+    else:
+        parts = {"where": found.where, "why": found.why, "do": found.do, "record": record}
+        lines = {"what": found.what} | {title: (str(part or ""),) for title, part in parts.items()}
+        for title, values in lines.items():
+            shown = "\n".join(printable(cut(one, MOST_TEXT), sys.stderr) for one in values)
+            if shown:
+                text += f"\n  {title + ':':<8}" + shown.replace("\n", "\n" + " " * 10)
+    with contextlib.suppress(OSError, ValueError):  # a closed stdout must not hide the block
+        sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError), above(sys.stderr):
+        sys.stderr.write(f"{text}\n{found.trace}")
+        sys.stderr.flush()
+
+
+def is_first(token: str) -> bool:
+    """Return whether this rank is the first of its host to fail. token: the same on all ranks.
+
+    Only one process can bind an abstract name of Linux. No file belongs to it, and it is free again
+    when the process, which never closes this socket, has ended.
+    """
+    try:
+        with socket.socket(socket.AF_UNIX) as claim:
+            claim.bind(f"\0mpipar-{token}")
+            claim.detach()
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
+
+
+def write_record(run_folder: Path | None, world_rank: int, found: Report) -> Path | None:
+    """Write the report to a file in the run folder if possible; return its path."""
+    name = f"errors/rank-{world_rank}.json"
+    text = json.dumps(asdict(found) | {"world_rank": world_rank}, indent=1) + "\n"
+    with contextlib.suppress(OSError):
+        if run_folder is not None:
+            replace_file(name, [text.encode()], sync=False, root=run_folder)
+            return run_folder / name
+    return None
+
+
+def leave_code(environ: Mapping[str, str], code: int) -> None:
+    """Write the job's exit code to the file that MPIPAR_EXIT_FILE names; the first rank wins.
+
+    srun itself returns the highest code of all ranks, 128 + signal for those that it killed.
+    slurm/train.sbatch reads the file so that it can end with the code of the failure instead.
+    """
+    if path := environ.get("MPIPAR_EXIT_FILE"):
+        with contextlib.suppress(OSError), open(path, "x") as file:
+            file.write(f"{code}\n")

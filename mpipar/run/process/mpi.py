@@ -1,0 +1,215 @@
+"""MPI for the session: start and end, the ranks of a host, and cleaning up after MPI.
+
+mpi4py's own functions for both hold Python's lock, so no other thread runs until they return. But
+MPI_Init waits for all ranks, MPI_Finalize may too, and the watchdog has to run meanwhile. This
+module therefore calls the library through ctypes, which releases the lock.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import json
+import os
+import sys
+from collections.abc import Collection, Mapping, MutableMapping
+from pathlib import Path
+
+from mpipar.cache import cache_folder
+from mpipar.comm.facts import all_gather_facts
+from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_library, short_name
+from mpipar.errors import EnvironmentProblem
+from mpipar.run.process import consistency
+from mpipar.run.process.one_rank import OneRank
+
+MAPS = Path("/proc/self/maps")
+LIBRARY = "MPI4PY_LIBMPI"  # if set, mpi4py loads exactly this library
+ABI = "MPI4PY_MPIABI"  # if set, mpi4py loads a library of this kind: mpich or openmpi
+NAMES = {MPICH: "libmpi.so.12", OPEN_MPI: "libmpi.so.40"}
+DEBIAN_MPICH = "libmpich.so.12"  # also Ubuntu's
+
+
+def start(launcher: Launcher):
+    """Start MPI and return COMM_WORLD; a single process without an MPI library gets a OneRank.
+
+    Raises EnvironmentProblem if there are several ranks and no library, or if they are not one job.
+    Comm: with all ranks of the job.
+    """
+    try:
+        MPI = load()
+    except EnvironmentProblem as problem:
+        if launcher.size > 1:
+            raise
+        return OneRank(str(problem))
+    check_library(launcher, MPI.Get_library_version())
+    initialize(MPI)
+    check_alone(launcher, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
+    return MPI.COMM_WORLD
+
+
+def load():
+    """Return mpi4py.MPI, not yet initialized. Raises EnvironmentProblem if it cannot be loaded."""
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
+        mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason, cure = str(error).splitlines()[0], "install one with pip install '.[mpich]'"
+        if named := next((name for name in (LIBRARY, ABI) if os.environ.get(name)), None):
+            reason, cure = f"{reason}: {named}={os.environ[named]}", f"unset {named}"
+        elif _loads(DEBIAN_MPICH):
+            cure = "start ranks with its mpiexec, so that Debian's MPICH is found"
+        raise EnvironmentProblem(
+            f"MPI cannot be loaded ({reason}); {cure}, or load your cluster's MPI"
+        ) from error
+    return MPI
+
+
+def choose_library(
+    launcher: Launcher, environ: MutableMapping[str, str], presets: Collection[str] = ()
+) -> None:
+    """Make mpi4py load the library of this launcher if the Python environment has none of its own.
+
+    A system may have several. Call it first, because this process may start over: Debian's MPICH
+    is called libmpich.so.12, mpi4py asks for libmpi.so.12, and the loader reads LD_LIBRARY_PATH
+    only when a process starts. A link there has the right name. presets: what this process has set
+    itself, and will set again.
+    """
+    own = Path(sys.prefix, "lib")
+    abi = environ.get(ABI, "").lower()
+    name = NAMES.get({"mpich": MPICH, "impi": MPICH, "openmpi": OPEN_MPI}.get(abi, launcher.name))
+    if launcher.name is None or environ.get(LIBRARY):
+        return
+    if abi or not any((own / one).exists() for one in NAMES.values()):
+        if name and (_loads(str(own / name)) or _loads(name)):
+            if not abi:
+                environ[LIBRARY] = name
+        elif name != NAMES[OPEN_MPI] and (name or not any(map(_loads, NAMES.values()))):
+            _start_with_link(environ, presets)
+
+
+def _loads(name: str) -> bool:
+    """Load a library into this process; return whether there is one."""
+    with contextlib.suppress(OSError):
+        return bool(ctypes.CDLL(name))
+    return False
+
+
+def _start_with_link(environ: MutableMapping[str, str], presets: Collection[str]) -> None:
+    """Start this process over if Debian's MPICH is here and its link is not yet on the path."""
+    folder, path = cache_folder("mpich"), environ.get("LD_LIBRARY_PATH", "")
+    if folder is None or str(folder) in path.split(":") or not _loads(DEBIAN_MPICH):
+        return
+    library = next(one for one in _mapped() if Path(one).name.startswith(DEBIAN_MPICH))
+    with contextlib.suppress(OSError):
+        new = folder / str(os.getpid())
+        new.symlink_to(library)
+        new.replace(folder / NAMES[MPICH])
+        environ["LD_LIBRARY_PATH"] = f"{folder}:{path}" if path else str(folder)
+        for name in presets:
+            del environ[name]
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 (itself)
+
+
+def check_environment(world, facts: Mapping[str, str]) -> None:
+    """Raise EnvironmentProblem on world rank 0 if ranks differ in these variables.
+
+    Comm: a message to world rank 0, and no collective: the variables may choose its algorithm.
+    """
+    if world.Get_rank():
+        text = json.dumps(facts).encode()
+        world.Send(array.array("q", [len(text)]), 0)
+        world.Send(text, 0)
+        return
+    everybody = [facts]
+    for rank in range(1, world.Get_size()):
+        length = array.array("q", [0])
+        world.Recv(length, rank)
+        text = bytearray(length[0])
+        world.Recv(text, rank)
+        everybody.append(json.loads(text))
+    consistency.check(everybody, "the environments of the ranks differ")
+
+
+def library_name(world) -> str:
+    """Return the name and version of the MPI library of a session's world."""
+    if isinstance(world, OneRank):
+        return "none"
+    from mpi4py import MPI
+
+    return short_name(MPI.Get_library_version())
+
+
+def initialize(MPI) -> None:
+    """Call MPI_Init_thread while other threads run; MPI's errors are exceptions from then on.
+
+    Comm: with all ranks of the job. Raises EnvironmentProblem.
+    """
+    if MPI.Is_initialized():
+        return
+    level = ctypes.c_int()
+    code = ctypes.CDLL(MPI.__file__).MPI_Init_thread(
+        None, None, MPI.THREAD_MULTIPLE, ctypes.byref(level)
+    )
+    if code:
+        raise EnvironmentProblem(f"MPI cannot be started (MPI_Init_thread returned {code})")
+    for communicator in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        communicator.Set_errhandler(MPI.ERRORS_RETURN)
+
+
+def finalize(world) -> None:
+    """Call MPI_Finalize while other threads run. Comm: with all ranks of the job."""
+    if isinstance(world, OneRank):
+        return
+    from mpi4py import MPI
+
+    ctypes.CDLL(MPI.__file__).MPI_Finalize()
+
+
+def host_ranks(communicator):
+    """Return the world ranks of this host, and its number: hosts are numbered by lowest ranks.
+
+    Comm: a split, two gathers of facts.
+    """
+    if isinstance(communicator, OneRank):
+        return (0,), 0
+    from mpi4py import MPI
+
+    host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
+    ranks = all_gather_facts(host, communicator.Get_rank())
+    firsts = all_gather_facts(communicator, min(ranks))
+    host.Free()
+    return tuple(ranks), sorted({*firsts}).index(min(ranks))
+
+
+def forget_shared_memory() -> None:
+    """Unlink the names of MPICH's shared memory, which itself lives until its last process ends.
+
+    MPICH unlinks them only in MPI_Finalize, so a job that is killed would leave them in /dev/shm.
+    Call it once every rank of this host has left MPI_Init. Open MPI's launcher unlinks its own.
+    """
+    with contextlib.suppress(OSError):
+        for path in _mapped():
+            if "/mpich_shm_" in path:
+                Path(path).unlink(missing_ok=True)
+
+
+def _mapped() -> set[str]:
+    """Return the paths of the files that this process has mapped."""
+    lines = [line.split(maxsplit=5) for line in MAPS.read_text().splitlines()]
+    return {line[5] for line in lines if len(line) > 5}
+
+
+def abort_before_start(launcher: Launcher, environ: Mapping[str, str], code: int) -> None:
+    """End all ranks of the job from a rank that has not started MPI.
+
+    MPICH's launcher leaves the others waiting in MPI_Init for a rank that has ended, so this tells
+    the launcher in its own protocol (PMI-1). Other launchers end the job when a process exits with
+    an error; srun does so with --kill-on-bad-exit.
+    """
+    if launcher.name == MPICH and environ.get("PMI_FD", "").isdecimal():
+        with contextlib.suppress(OSError):
+            os.write(int(environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())

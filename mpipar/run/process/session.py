@@ -1,0 +1,373 @@
+"""The life of a job's process: nothing may hang, and every way of ending has one meaning.
+
+If one rank leaves with a plain exception, the others wait for it forever. guard() therefore wraps
+the whole command: whatever goes wrong, on any rank and in any thread, ends every rank with one
+error block and one exit code:
+
+    guard -> Session.start (MPI) -> command -> Session.finish
+        any failure -> Session.fail -> one rank's block -> Abort
+
+A rank that a signal kills cannot speak: its launcher says which it was, and ends the others. All
+state is in the Session object, which is passed to the command.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mpipar import errors
+from mpipar.comm.facts import all_gather_facts
+from mpipar.comm.launcher import MPICH, Launcher, Mismatch, read_launcher
+from mpipar.errors import EnvironmentProblem, UsageError, UserError
+from mpipar.run.files import no_links
+from mpipar.run.files.text import cut
+from mpipar.run.process import consistency, failure, limits, lock, mpi
+from mpipar.run.process.environment import COMPARED, chosen_by_user, presets
+from mpipar.run.process.malloc import keep_heap
+from mpipar.run.process.one_rank import OneRank
+from mpipar.run.process.self_test import check_reductions
+from mpipar.run.process.signals import Interruptible, later, listen
+from mpipar.run.process.streams import open_closed, warn
+from mpipar.run.process.watchdog import HANG, Watchdog
+
+ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
+
+
+class AgreedError(Exception):
+    """All ranks leave with this code, and one has printed the reason; only guard() catches it."""
+
+    def __init__(self, exit_code: int):
+        self.exit_code = exit_code
+        super().__init__(f"all ranks leave with exit code {exit_code}")
+
+
+class Session(Interruptible):
+    """One process of a job.
+
+    world: COMM_WORLD after start(), or a OneRank.
+    host_ranks: world ranks on this host, ascending.
+    host_rank: place of this process among them.
+    facts: what must be identical on all ranks, as text by name; start() compares them. Empty for a
+    command that needs no MPI.
+    watch: the watchdog, which notices a lack of progress, from start() to the end of finish().
+    where: called when an error is reported; returns what the rank is doing, such as "step 17".
+    presets: environment variables that guard() has set because the user had not.
+    unfinished: a folder to be removed if the process ends at once, or None.
+    starting: whether MPI is starting.
+    saved: the folder of the final weights once they are written; stopping then loses nothing.
+    """
+
+    def __init__(self, launcher: Launcher):
+        super().__init__(speaks=launcher.rank == 0)
+        self.launcher = launcher
+        self.world = None
+        self.host_ranks, self.host_rank = (0,), 0
+        self.facts: dict[str, str] = {}
+        self.run_folder: Path | None = None
+        self.where: Callable[[], str] = str
+        self.unfinished: Path | None = None
+        self.saved = ""
+        self.presets: dict[str, str] = {}
+        self.held: lock.RunLock | None = None  # of the run folder, on world rank 0
+        self._private = None
+        self._token, self._host = "", 0  # of the job, and this host's number, once MPI has started
+        self._failing = threading.Lock()
+        self.starting = False
+        self.watch = Watchdog(lambda: self._why_not_started() or self.where(), self.fail)
+
+    def start(self):
+        """Start MPI, compare the facts of all ranks, and return `world`; later calls only return.
+
+        Raises EnvironmentProblem if the ranks are not one job; they leave together if they differ.
+        Comm: a broadcast, that of host_ranks(), compare() and check_reductions(), an agreement.
+        """
+        if self.world is not None:
+            return self.world
+        self.watch.start(self.launcher.rank)
+        self.starting = True
+        self.world = mpi.start(self.launcher)
+        self.starting = False
+        mpi.check_environment(self.world, chosen_by_user(os.environ, self.presets))
+        if isinstance(self.world, OneRank):
+            warn(f"{self.world.why}; continuing as rank 0 of 1")
+        # a private communicator: agree() and finish() must never match the command's messages
+        self._private = self.world.Dup()
+        token = bytearray(os.urandom(8))
+        self._private.Bcast(token, root=0)
+        self._token = token.hex()
+        self.host_ranks, self._host = mpi.host_ranks(self._private)
+        self.host_rank = self.host_ranks.index(self.world.Get_rank())
+        if self.host_rank == 0:
+            mpi.forget_shared_memory()
+        if self.facts:
+            self.compare(self.facts)
+        self.agree(lambda: check_reductions(self._private, mpi.library_name(self.world)))
+        return self.world
+
+    def _why_not_started(self) -> str:
+        """Return what to compare while MPI is starting, or ""."""
+        chosen = chosen_by_user(os.environ, self.presets).items()
+        own = [f"{name}={cut(value, 60)}" for name, value in chosen if name not in COMPARED]
+        return self.starting * (
+            "MPI is starting; are MPIR_CVAR_* and OMPI_MCA_* the same on all ranks? here:"
+            f" {' '.join(own) or 'none'}"
+        )
+
+    def exited(self) -> None:
+        """End the job because a library has called exit(), as MPICH does if it cannot start."""
+        words = "a library called exit() in this process"
+        if hint := self._why_not_started():
+            self.fail(EnvironmentProblem([f"{words}: see its message", hint]))
+        self.fail(RuntimeError(words))
+
+    def use_folder(self, folder: Path) -> None:
+        """Let ranks write states and errors into the locked run folder from now on.
+
+        All ranks leave together if some host does not see the lock of this job there.
+        Comm: one all-gather of a byte per rank.
+        """
+        self.agree(lambda: lock.check_seen(folder, self._token))
+        self.run_folder = folder
+        self.watch.ranks, self.watch.folder = range(self.world.Get_size()), folder
+
+    def compare(self, facts: Mapping[str, str]) -> None:
+        """Return if all ranks have the same facts; else show the differences and leave together.
+
+        Comm: one small all-gather, and one of all facts if they differ; an agreement.
+        """
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        if len({*all_gather_facts(self._private, digest)}) > 1:
+            everybody = all_gather_facts(self._private, facts)
+            self.agree(lambda: consistency.check(everybody, "the ranks of this job differ"))
+
+    def agree(self, function: Callable):
+        """Run function() on every rank and return its result, or leave together if it fails.
+
+        The lowest rank on which it raised UserError prints the error; every rank then ends with
+        that error's exit code, without an abort.
+        Comm: one all-gather of a byte per rank; every rank must call it.
+        """
+        result = error = None
+        try:
+            result = function()
+        except UserError as raised:
+            error = raised
+        codes = self._gather_code(error.exit_code if error else errors.EXIT_OK)
+        failing = [rank for rank, code in enumerate(codes) if code]
+        if not failing:
+            return result
+        if self.world.Get_rank() == failing[0]:
+            everywhere = len(failing) == len(codes)
+            failure.show(failure.error_report(error, "" if everywhere else self._place()))
+        raise AgreedError(codes[failing[0]])
+
+    def _gather_code(self, code: int) -> bytearray:
+        codes = bytearray(self._private.Get_size())
+        self._private.Allgather(bytes([code]), codes)
+        return codes
+
+    def lock(self, folder: Path) -> None:
+        """Lock the run folder until this job ends; called by world rank 0 only.
+
+        Raises UsageError if another job holds the lock, and OSError if it cannot be written.
+        """
+        self.held = lock.acquire(folder, self._token)
+
+    def unlock(self) -> None:
+        """Remove this job's lock, if it has one; any rank may do so when the job ends."""
+        if folder := self.held.folder if self.held else self.run_folder:
+            lock.release(folder, self._token)
+
+    def leave_mpi(self, exit_code: int) -> int:
+        """Leave MPI together with all ranks; return the highest of their exit codes.
+
+        A rank may then work on alone for as long as it likes, because no other rank waits for it.
+        Comm: one all-gather of a byte per rank, then MPI_Finalize.
+        """
+        with self._failing:  # a failing thread never releases it, and ends this process
+            pass
+        if self.world is None:
+            return exit_code
+        exit_code = max(self._gather_code(exit_code))
+        self._private.Free()
+        world, self.world = self.world, None  # from here on, a Ctrl-C must not call MPI
+        mpi.finalize(world)
+        self.watch.end()
+        return exit_code
+
+    def finish(self, exit_code: int) -> int:
+        """End regularly; return the exit code of the job. Comm: that of leave_mpi()."""
+        exit_code = self.leave_mpi(exit_code)
+        self.unlock()
+        return exit_code
+
+    def _place(self) -> str:
+        """Return which process this is, and what it is doing."""
+        rank, size = self.launcher.rank, self.launcher.size
+        if self.world is not None:
+            rank, size = self.world.Get_rank(), self.world.Get_size()
+        here = f"host {os.uname().nodename} (pid {os.getpid()})"
+        here = f"rank {rank} of {size} on {here}" if size > 1 else here
+        return ", ".join(filter(None, (here, self.where())))
+
+    def fail(self, error: BaseException, thread: str = ""):
+        """End the whole job because of `error`: one block on the console, one exit code.
+
+        It never returns, and any thread may call it. Of the ranks that fail at the same time, one
+        prints its block and aborts with its code (see `failure`); the others stay silent and adopt
+        that code.
+        """
+        self._failing.acquire()  # never released: a second failing thread of this rank stops here
+        code = errors.EXIT_INTERNAL
+        try:
+            if self._others_may_wait_in_init(error):
+                self.start()
+            code = self._tell(error, thread)
+        finally:  # reporting may fail too, and even then no rank may be left waiting
+            self._abort(code)
+
+    def _tell(self, error: BaseException, thread: str) -> int:
+        """Let one rank print the block of this failure; return the job's exit code."""
+        rank = self.launcher.rank if self.world is None else self.world.Get_rank()
+        everywhere = self.world is None and isinstance(error, UsageError)  # a wrong flag
+        place = "" if everywhere else self._place()
+        place += f", thread {thread}" if thread else ""
+        found = failure.error_report(error, place, self.saved)
+        if everywhere or isinstance(error, Mismatch):  # the others say it, or need not
+            speaks, turn = not (rank if everywhere else self.launcher.local_rank), 0
+        elif self._token:
+            speaks, turn = failure.is_first(self._token), self._host
+        else:
+            speaks, turn = True, rank
+        if speaks:
+            time.sleep(failure.TURN_SECONDS * min(turn, failure.MOST_TURNS))
+            # a blocked console must not keep the job alive
+            later(ABORT_SECONDS, self._abort, found.exit_code)
+            failure.show(found, failure.write_record(self.run_folder, rank, found))
+        else:  # the reporting rank's abort also ends this process; if not, it ends itself
+            time.sleep(ABORT_SECONDS + failure.TURN_SECONDS * failure.MOST_TURNS)
+        return found.exit_code
+
+    def _others_may_wait_in_init(self, error: BaseException) -> bool:
+        """Return whether a defect before MPI on one rank leaves the others waiting in MPI_Init.
+
+        Launchers leave them waiting, so this rank starts MPI and aborts from within, unless it can
+        tell the launcher. A user's mistake, by contrast, reaches all ranks in the same way.
+        """
+        return (
+            self.world is None
+            and self.launcher.size > 1
+            and self.launcher.name != MPICH
+            and not isinstance(error, UserError | KeyboardInterrupt)
+            and threading.current_thread() is threading.main_thread()
+        )
+
+    def _abort(self, code: int):
+        """Kill every rank or, if MPI cannot, at least this process."""
+        failure.leave_code(os.environ, code)
+        later(ABORT_SECONDS, os._exit, code)
+        time.sleep(failure.FORWARD_SECONDS)
+        if self.run_folder is not None:
+            with contextlib.suppress(OSError):  # the block has reported its content
+                no_links.remove_tree(self.run_folder, HANG)
+        self.unlock()
+        if self.unfinished is not None:
+            shutil.rmtree(self.unfinished, ignore_errors=True)
+        if self.world is None:
+            mpi.abort_before_start(self.launcher, os.environ, code)
+        elif self.launcher.name or self.world.Get_size() > 1:
+            self.world.Abort(code)
+        os._exit(code)
+
+
+def tell_of_exit(tell: Callable[[], None]) -> None:
+    """Call tell() if a library calls exit(), with which a launcher may report success.
+
+    The C library then runs the functions that were registered for the end of this handle. Python
+    itself unregisters this one before it ends the process.
+    """
+    library, handle, armed = ctypes.CDLL(None), ctypes.c_int(), [True]
+    called = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: tell() if armed else None)
+    library["__cxa_atexit"](called, None, ctypes.byref(handle))
+
+    def disarm(_kept=called):
+        armed.clear()
+        library["__cxa_finalize"](ctypes.byref(handle))
+
+    atexit.register(disarm)
+
+
+def _main(main: Callable, argv: list[str], session: Session) -> int:
+    """Run the command; ranks of which not all have rejected their flags leave with a table."""
+    try:
+        return main(argv, session)
+    except UsageError as refused:
+        if session.world is not None or session.launcher.size == 1 or not session.facts:
+            raise
+
+        def refuse(refused=refused):
+            raise refused
+
+        session.facts |= {consistency.REFUSED: "; ".join(refused.problems)}
+        with contextlib.suppress(EnvironmentProblem):  # then the flags are the first problem
+            session.start()
+            session.agree(refuse)
+        raise
+
+
+def _run(main: Callable, argv: list[str], session: Session) -> int:
+    try:
+        try:
+            exit_code = _main(main, argv, session)
+        except AgreedError as agreed:
+            exit_code = agreed.exit_code
+        except SystemExit as leaving:
+            if session.world is not None:
+                raise
+            exit_code = leaving.code or errors.EXIT_OK
+        sys.stdout.flush()
+    except BrokenPipeError:  # mpipar schedule ... | head: the reader has left
+        if session.world is not None and session.world.Get_size() > 1:
+            raise
+        os._exit(errors.EXIT_NO_READER)
+    return session.finish(exit_code)
+
+
+def guard(main: Callable, argv: list[str] | None = None):
+    """Run main(argv, session) -> exit code as this process's whole life; never returns.
+
+    Call it before NumPy is imported, because it sets the number of BLAS threads.
+    """
+    open_closed()
+    os.environ.update(chosen := presets(os.environ, len(os.sched_getaffinity(0))))
+    keep_heap()
+    threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
+    # NumPy's: numbers that are not finite are found by our own checks, which name tensor and rank.
+    warnings.filterwarnings("ignore", ".* encountered in ", RuntimeWarning)
+    session = Session(read_launcher(os.environ))
+    mpi.choose_library(session.launcher, os.environ, chosen)
+    session.presets = chosen
+    threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
+    try:
+        if problems := limits.problems(session.launcher):
+            raise EnvironmentProblem(problems)
+        tell_of_exit(session.exited)
+        name = session.launcher.name
+        gone = EnvironmentProblem(f"{name} ended before its ranks (killed?), so they end too")
+        listen(session.interrupt, (lambda: session.fail(gone)) if name else None)
+        exit_code = _run(main, sys.argv[1:] if argv is None else argv, session)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, no rank may be left waiting
+        session.fail(error)
+    if exit_code:
+        failure.leave_code(os.environ, exit_code)
+    sys.exit(exit_code)

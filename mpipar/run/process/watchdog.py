@@ -1,0 +1,271 @@
+"""The watchdog: a thread per rank that notices when progress has stopped, and finds out why.
+
+It works while the main thread is inside an MPI call, and uses no MPI itself. A rank that makes no
+progress for `warn` seconds writes what it is doing to the run folder. The lowest rank that did so
+reads what the others wrote and reports who waits for whom; after `stop` seconds it ends the job.
+Where there is no run folder, a rank knows only what it waits for itself.
+
+Progress is whatever the command's recorder records, or any other count the command provides. Where
+there is none, before and after, it is any move of the main thread: a rank that waits in MPI does
+not move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from time import perf_counter_ns
+from traceback import walk_stack
+from types import FrameType
+
+from mpipar.comm.record import POINT_TO_POINT, place
+from mpipar.errors import HangError
+from mpipar.run.files import no_links
+from mpipar.run.files.bounded import read_text
+from mpipar.run.files.replace import replace_file
+from mpipar.run.process.streams import note
+
+HANG = "hang"  # the folder of states in a run folder
+WARN_SECONDS, STOP_SECONDS = 60.0, 600.0  # for a command without --hang-warn and --hang-stop
+START_SECONDS = 60.0  # no limit is shorter at the start: programs load from shared disks
+SETTLE = 1.0  # seconds for the other ranks to write their states too
+LONGEST_PAUSE = 1.0  # seconds between two checks
+MOST_FRAMES = 12  # of the main thread's stack in a state
+STEP = ("F", "I", "W", "sync")  # phases in which every communication has a record
+SILENT = "has written nothing: it works, or its process is stopped or gone"
+INSIDE = ("mpipar/comm/", "mpipar/run/process/")  # code that communicates on behalf of its callers
+
+
+class Watchdog:
+    """The watchdog of one rank, from the first MPI call of a command to the last.
+
+    warn, stop: seconds without progress; 0: never. folder: the run folder, once there is one;
+    ranks: all that write there. All of these may change at any time.
+    where: returns what this rank is doing while it follows nothing else.
+    fail: ends the job; called on the lowest rank that has written its state, or on every rank.
+    """
+
+    def __init__(self, where: Callable[[], str], fail: Callable):
+        self.warn, self.stop = WARN_SECONDS, STOP_SECONDS
+        self.folder: Path | None = None
+        self.ranks: Sequence[int] = ()
+        self.world_rank = 0
+        self.begun = False
+        self._progress: Callable = position
+        self._describe: Callable = lambda: state_of(where=where())
+        self._fail = fail
+        self._ended = threading.Event()
+        self._written: Path | None = None  # the run folder with this rank's state
+        self._thread: threading.Thread | None = None
+
+    def start(self, world_rank: int) -> None:
+        """Start the thread, once; the limits must be set by then."""
+        if self._thread is None and (self.warn or self.stop):
+            self.world_rank = world_rank
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """End the thread: MPI has ended."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(SETTLE)  # it may be blocked on a console while reporting
+
+    @contextlib.contextmanager
+    def following(self, progress: Callable, describe: Callable, stop: float | None = None):
+        """Let the caller define progress and what this rank is doing, inside the block.
+
+        progress(): any value that changes while work proceeds. describe(): a `state_of`.
+        stop: the caller's own limit, which comes without a warning.
+        """
+        former = self._progress, self._describe, self.warn, self.stop
+        self._progress, self._describe, self.begun = progress, describe, True
+        if stop is not None:
+            self.warn, self.stop = 0.0, stop
+        try:
+            yield self
+        finally:
+            self._progress, self._describe, self.warn, self.stop = former
+
+    def follow_records(self, recorder, comms, more: Callable = lambda: 0):
+        """Call following() with what a recorder records. more(): a count that is progress too."""
+        return self.following(lambda: (marker(recorder), more()), lambda: state_of(recorder, comms))
+
+    def _watch(self) -> None:
+        """Check the progress again and again.
+
+        Each pause counts as long as it was meant to be: a job that was suspended (Ctrl-Z, SLURM)
+        was not stuck meanwhile.
+        """
+        last, stuck, warned = None, 0.0, False
+        while True:
+            warn, stop = self.warn, self.stop
+            if not self.begun:
+                warn, stop = (limit and max(limit, START_SECONDS) for limit in (warn, stop))
+            first = min(filter(None, (warn, stop)), default=0.0)
+            pause = min(LONGEST_PAUSE, first / 5 or LONGEST_PAUSE)
+            if self._ended.wait(pause):
+                break
+            now = self._progress()
+            if now != last or not first:
+                last, stuck, warned = now, 0.0, False
+                self._withdraw()
+                continue
+            stuck += pause
+            if stuck >= first:
+                self._write(stuck)
+            if warn and not warned and stuck > warn + SETTLE:
+                warned = True
+                if lines := self._report(warn, everywhere=False):
+                    note("\n".join(lines))
+            if stop and stuck > stop + SETTLE and (lines := self._report(stop, everywhere=True)):
+                self._fail(HangError(lines))
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Remove this rank's state, which is outdated because the rank has resumed."""
+        if self._written is not None:
+            with contextlib.suppress(OSError):  # others' states may keep the folder
+                no_links.remove(self._written, self._name())
+                (self._written / HANG).rmdir()
+            self._written = None
+
+    def _name(self) -> str:
+        return f"{HANG}/rank-{self.world_rank:05d}.json"
+
+    def _write(self, stuck: float) -> None:
+        """Write this rank's state; a reader sees either all of it or the previous one."""
+        if self.folder is not None:
+            text = json.dumps({**self._describe(), "stuck_seconds": round(stuck, 1)})
+            with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
+                replace_file(self._name(), [text.encode()], sync=False, root=self.folder)
+                self._written = self.folder
+
+    def _report(self, limit: float, everywhere: bool) -> list[str]:
+        """Return what all ranks' states mean, on the lowest rank that has written one; else [].
+
+        everywhere: report also on a rank that knows no state but its own, whichever it is.
+        """
+        states, lines = {}, []
+        for path in sorted(self.folder.glob(f"{HANG}/rank-*.json")) if self.folder else ():
+            with contextlib.suppress(OSError, ValueError):
+                text = read_text(f"{HANG}/{path.name}", root=self.folder)
+                states[int(path.stem.split("-")[1])] = json.loads(text)
+        if states and self.world_rank == min(states):
+            lines = explain(states, self.ranks)
+        elif not states and (everywhere or self.world_rank == 0):
+            state = self._describe()
+            said = f"rank {self.world_rank} {state['says']}"
+            lines = [said, *map("  {}".format, state["stack"])]
+        return lines and [f"no progress for {limit:g} s", *lines]
+
+
+def marker(recorder):
+    """Return a value that changes with every operation, span and wait of this rank.
+
+    Outside a training step, for example while weights are read, it also changes with every move of
+    the main thread.
+    """
+    where = recorder.step, recorder.phase, recorder.mb
+    moves = () if recorder.phase in STEP else position()
+    return where, recorder.newest(), moves  # not their number, which stays the same in a full ring
+
+
+def position() -> tuple:
+    """Return the main thread's position; it changes with any move, in any function on the stack."""
+    return tuple((frame.f_code, frame.f_lasti) for frame, _ in main_stack())
+
+
+def main_stack() -> Iterator[tuple[FrameType, int]]:
+    """Return (frame, line number) of the main thread's functions, the innermost first."""
+    return walk_stack(sys._current_frames().get(threading.main_thread().ident))
+
+
+def waiting_record(recorder):
+    """Return the record of the operation that this rank waits in, or None while it computes."""
+    waiting = (one for one in reversed(recorder.records) if one.waited_ns and not one.done_ns)
+    return next(waiting, None)
+
+
+def state_of(recorder=None, comms=None, where: str = "") -> dict:
+    """Return what this rank is doing, as JSON-able values; called from the watchdog's thread.
+
+    where: the description of a rank without a recorder. barrier: what all ranks in the same one
+    have in common; peer: the rank of the other end of a message.
+    """
+    stack = [
+        f"{place(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
+        for frame, line in islice(main_stack(), MOST_FRAMES)
+    ]
+    at, record = where or "start", None
+    if recorder is not None:
+        place_in_step = recorder.step, recorder.phase, recorder.stage, recorder.mb
+        at = "step {}, phase {}, stage {}, mb {}".format(*place_in_step)
+        record = waiting_record(recorder)
+    if record is None:
+        counted = recorder is not None and recorder.phase in STEP
+        return {"says": _at_work(at, stack, counted), "barrier": None, "peer": None, "stack": stack}
+    ranks = list(comms.groups[record.axis].ranks)
+    peer = ranks[record.peer] if record.peer >= 0 else None
+    other = f" {'to' if record.operation == 'send' else 'from'} rank {peer}"
+    seconds = (perf_counter_ns() - record.waited_ns) * 1e-9
+    says = (
+        f"waits in {record.operation} {record.name}{'' if peer is None else other}"
+        f" ({record.axis}, {at}) for {seconds:.1f} s at {record.source}"
+    )
+    barrier = [record.axis, ranks, record.seq, record.operation, record.name]
+    return {"says": says, "barrier": barrier, "peer": peer, "stack": stack}
+
+
+def _at_work(at: str, stack: list[str], counted: bool) -> str:
+    """Return a phrase for a rank that is in no communication that has a record.
+
+    counted: whether every communication has one.
+    """
+    here = stack[0] if stack else "?"
+    if counted:
+        return f"is in no communication ({at}); its main thread is at {here}"
+    caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
+    return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
+
+
+def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
+    """Return a report: incomplete barriers, the ranks missing from each, and what those are doing.
+
+    If no rank waits in a barrier, it says what every rank is doing. ranks: all that could have
+    written a state.
+    """
+    barriers = {rank: state["barrier"] for rank, state in sorted(states.items())}
+    says = dict.fromkeys(ranks, SILENT) | {rank: one["says"] for rank, one in states.items()}
+    lines, missing, told = [], set(), []
+    for rank, barrier in barriers.items():
+        if barrier is None or barrier in told:
+            continue
+        axis, members, seq, operation, name = barrier
+        if operation in POINT_TO_POINT:
+            missing.add(states[rank]["peer"])
+            lines.append(f"rank {rank} {says[rank]}")
+            continue
+        told.append(barrier)
+        arrived = [other for other in members if barriers.get(other) == barrier]
+        absent = [other for other in members if other not in arrived]
+        missing.update(absent)
+        lines.append(
+            f"barrier {name} ({operation} {seq} of the {axis} group {members}) is incomplete:"
+            f" {names(arrived)} arrived, {names(absent)} missing"
+        )
+    late = [rank for rank in sorted(missing) if barriers.get(rank) is None]
+    lines += [f"late: rank {rank} {says.get(rank, SILENT)}" for rank in late]
+    stacks = {rank: states[rank]["stack"][:6] for rank in sorted(missing & states.keys())}
+    lines += [f"  rank {rank}: {frame}" for rank, stack in stacks.items() for frame in stack]
+    return lines or [f"rank {rank} {said}" for rank, said in sorted(says.items())]
+
+
+def names(ranks) -> str:
+    """Return ranks as text."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,371 @@
+"""A trace on disk: writes and reads one file per rank and `trace/meta.json`, without MPI.
+
+A rank's file consists of JSON lines. The head defines the meaning of the numbers, call sites,
+steps, groups, and how many lines follow; it and meta.json name the recording, so that files of two
+recordings are never read as one. Then comes one line per record ("r"), compute span ("s"),
+operation of a layer ("o"), and load of a rank's experts ("e"). Times on disk are those of the
+rank's own clock; the reader translates them to world rank 0's clock and starts at zero.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import math
+import os
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpipar.comm.record import Record, Span
+from mpipar.errors import DataError, UsageError
+from mpipar.pipeline.csv_format import parse_instruction
+from mpipar.pipeline.instructions import Schedule
+from mpipar.run.console.series import read_lines
+from mpipar.run.console.tables import describe_stage
+from mpipar.run.files import no_links
+from mpipar.run.files.bounded import decode_json, open_regular, parse_json, problems_as, read_json
+from mpipar.run.files.replace import replace_file
+from mpipar.run.files.text import brief, shown
+from mpipar.run.trace.clock import CommonClock
+from mpipar.run.trace.contents import (
+    LINES,
+    LayerOperation,
+    Load,
+    Meta,
+    RankTrace,
+    ScheduleFacts,
+    entries,
+)
+
+SCHEMA = 4
+METRICS = "metrics.jsonl"  # of a run folder
+META = "trace/meta.json"  # also there: what the files of all ranks have in common
+DONE = Record._fields.index("done_ns")
+
+MOST_META = 64 << 20  # bytes
+MOST_NAMED = 8  # files in a message
+MIXED = "the files of trace/ must come from one run"
+HOW_TO = "record one with: mpipar train --trace 10:12 --out FOLDER"
+
+
+@dataclass
+class Trace:
+    """All ranks of a run for a few steps.
+
+    meta: trace/meta.json. metrics: the lines of metrics.jsonl.
+    """
+
+    folder: Path
+    meta: dict
+    ranks: list[RankTrace]
+    clock: CommonClock
+    metrics: list[dict]
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.ranks[0].steps)
+
+    @property
+    def start(self) -> int:
+        return min(rank.start for rank in self.ranks)
+
+    @property
+    def end(self) -> int:
+        return max(rank.end for rank in self.ranks)
+
+    def windows(self) -> list[tuple[int, int]]:
+        """Return when the first rank began and the last one ended, of each step."""
+        return [
+            (min(start for _, start, _ in step), max(end for _, _, end in step))
+            for step in zip(*(rank.steps for rank in self.ranks), strict=True)
+        ]
+
+    def layout(self) -> str:
+        """Return the layout in words, as in `pp 2 x tp 2`."""
+        sizes = self.meta["layout"].items()
+        return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
+
+    def size(self) -> str:
+        """Return ranks and layout, as in `4 ranks (pp 2 x tp 2)`."""
+        count = len(self.ranks)
+        return f"{count} ranks ({self.layout()})" if count > 1 else self.layout()
+
+    def place(self, rank: RankTrace) -> str:
+        """Return the rank's place on the axes that have several, as in `pp1 tp0`."""
+        axes = [axis for axis in self.meta["rank_order"] if self.meta["layout"][axis] > 1]
+        return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
+
+    def crowded(self) -> list[str]:
+        """Return the hosts with more ranks than cores, in words."""
+        found = []
+        for host in sorted({rank.host for rank in self.ranks}):
+            here = [rank for rank in self.ranks if rank.host == host]
+            cores = set().union(*(rank.cores for rank in here))
+            if cores and len(here) > len(cores):
+                found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s)")
+        return found
+
+    def remarks(self) -> list[str]:
+        """Return the caveats that a reader must know before trusting the numbers."""
+        failed = not all(rank.complete for rank in self.ranks)
+        alone = self.num_steps == 1 < len(self.ranks)
+        why = (
+            "so ranks also wait for each other's core: the times show the order of the work, not"
+            " the speed of a machine with a core for each rank"
+        )
+        return [
+            *[f"{', '.join(crowded)}, {why}" for crowded in [self.crowded()] if crowded],
+            *["the run failed in the last step that is shown"] * failed,
+            *["one step is traced: what is slow in every step shows only with several"] * alone,
+        ]
+
+    def schedule(self) -> Schedule:
+        """Return the schedule that the run used."""
+        value = self.meta["schedule"]
+        programs = tuple(tuple(map(parse_instruction, program)) for program in value["programs"])
+        return Schedule(**value | {"programs": programs})
+
+
+def schedule_json(schedule: Schedule) -> dict:
+    """Return a Schedule as values for JSON; `Trace.schedule` is the inverse."""
+    programs = [[str(instr) for instr in program] for program in schedule.programs]
+    return {name: getattr(schedule, name) for name in ScheduleFacts.__dataclass_fields__} | {
+        "programs": programs
+    }
+
+
+def common_facts(schedule: Schedule, stage_layers, layout: dict, entry: str, **more) -> dict:
+    """Return what meta.json says of all ranks. layout: {axis: size}. entry: what precedes blocks.
+
+    more: recording, rank_order, model, batch_size, dtype, and others.
+    """
+    return {
+        "world_size": math.prod(layout.values()),
+        "layout": layout,
+        "schedule": schedule_json(schedule),
+        "stage_layers": list(stage_layers),
+        "stages": [
+            describe_stage(stage, stage_layers, entry) for stage in range(schedule.num_stages)
+        ],
+        **more,
+    }
+
+
+def rank_name(world_rank: int) -> str:
+    """Return the name of one rank's file in a run folder."""
+    return f"trace/rank-{world_rank:05d}.jsonl"
+
+
+def remove(folder: Path, world_rank: int) -> None:
+    """Remove what this rank has written of an unusable trace."""
+    with suppress(OSError):  # other ranks may still have files there
+        no_links.remove(folder, rank_name(world_rank))
+        if world_rank == 0:
+            no_links.remove(folder, META)
+        (folder / "trace").rmdir()
+
+
+def write_rank(folder: Path, head: dict, records, spans, operations, loads=()) -> None:
+    """Write a rank's file. Its head holds the number of lines, so that a reader notices if it is
+    cut.
+
+    head: recording, world_rank, host, place, stages, groups, steps, complete, cores.
+    """
+    sites: dict[str, int] = {}
+
+    def index(site):
+        return sites.setdefault(site, len(sites))
+
+    rows = [
+        record._replace(dtype=str(record.dtype), site=index(record.site), cut=index(record.cut))
+        for record in records
+    ]
+    head = {
+        "mpipar_trace": SCHEMA,
+        **head,
+        "fields": Record._fields,
+        "span_fields": Span._fields,
+        "operation_fields": LayerOperation._fields,
+        "load_fields": Load._fields,
+        "sites": list(sites),
+        "lines": sum(map(len, (records, spans, operations, loads))),
+    }
+    lines = itertools.chain(
+        [head],
+        (
+            [letter, *entry]
+            for letter, entries in (("r", rows), ("s", spans), ("o", operations), ("e", loads))
+            for entry in entries
+        ),
+    )
+    replace_file(
+        rank_name(head["world_rank"]),
+        (f"{json.dumps(line)}\n".encode() for line in lines),
+        sync=False,
+        root=folder,
+    )
+
+
+def write_meta(folder: Path, meta: dict) -> None:
+    """Write trace/meta.json; world rank 0 alone calls it."""
+    text = json.dumps({"mpipar_trace": SCHEMA, **meta}, indent=1) + "\n"
+    replace_file(META, [text.encode()], sync=False, root=folder)
+
+
+def read(folder: str | Path) -> Trace:
+    """Return the trace in a run folder.
+
+    Raises DataError when there is none, or a part is missing or belongs to another run.
+    """
+    folder = Path(folder)
+    if not os.path.isdir(folder):
+        raise DataError(f"{folder}: no such run folder; {HOW_TO}")
+    if not (folder / "trace").is_dir():
+        raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
+    meta = _read_meta(folder)
+    paths = [folder / rank_name(rank) for rank in range(meta["world_size"])]
+    if missing := [path for path in paths if not os.path.lexists(path)]:
+        raise DataError(
+            f"{folder / 'trace'}: {_names(missing)} missing of {len(paths)} ranks;"
+            f" {_why_missing(folder)}"
+        )
+    read = [_read_head(folder, rank) for rank in range(len(paths))]
+    ranks = [rank for rank, _ in read]
+    if others := [
+        path for path, rank in zip(paths, ranks, strict=True) if rank.recording != meta["recording"]
+    ]:
+        raise DataError(
+            f"{folder / META}: of another recording than {_names(others)}: {MIXED}; {HOW_TO}"
+        )
+    for path, rank in zip(paths, ranks, strict=True):
+        if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
+            raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")
+    with contradictions_are_data_errors(folder), _without_collections():
+        clock = CommonClock.from_json(meta["clock"])
+        first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
+        for path, (rank, lines) in zip(paths, read, strict=True):
+            _fill(path, rank, lines, clock.since(first, rank.world_rank))
+    with problems_as(DataError, str(folder / METRICS)):
+        metrics, _ = read_lines(folder, METRICS)
+    return Trace(folder, meta, ranks, clock, metrics)
+
+
+def _why_missing(folder: Path) -> str:
+    """Return what kept ranks from writing their files: the run's failure, if it was recorded."""
+    try:
+        name = min(path.name for path in (folder / "errors").glob("rank-*.json"))
+        record = read_json(f"errors/{name}", root=folder)
+        return f"the run failed before they were written: {shown(record['what'][0])}"
+    except (DataError, TypeError, LookupError, ValueError):
+        return (
+            "a rank writes its file after the last traced step: is the run still going, or is"
+            " the folder on a disk that not all hosts share?"
+        )
+
+
+@contextmanager
+def _without_collections():
+    """Pause the garbage collector, which would visit all lines read so far again and again."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _names(paths: list[Path]) -> str:
+    more = ", ..." if len(paths) > MOST_NAMED else ""
+    return ", ".join(path.name for path in paths[:MOST_NAMED]) + more
+
+
+def _read_meta(folder: Path) -> dict:
+    value = read_json(META, cure=HOW_TO, most_bytes=MOST_META, root=folder)
+    path = folder / META
+    try:
+        entries(Meta, _checked(path, value))
+    except ValueError as error:
+        raise DataError(f"{path}: not of a trace: {brief(str(error), 300)}; {HOW_TO}") from None
+    return value
+
+
+def _checked(path: Path, head) -> dict:
+    if not isinstance(head, dict) or head.get("mpipar_trace") != SCHEMA:
+        found = head.get("mpipar_trace") if isinstance(head, dict) else None
+        raise DataError(
+            f"{path}: trace schema {shown(found)}, this mpipar reads {SCHEMA}; {HOW_TO}"
+        )
+    return head
+
+
+def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, str]:
+    """Return what the head of one rank's file says, and the text of its other lines."""
+    path = folder / rank_name(world_rank)
+    try:
+        with open_regular(rank_name(world_rank), folder) as file:
+            head, _, lines = file.read().decode().partition("\n")
+        trace = entries(RankTrace, _checked(path, parse_json(head)))
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"{path}, line 1: not a trace: {brief(str(error), 300)}") from None
+    if (count := lines.count("\n")) != trace.lines:
+        raise DataError(
+            f"{path}: {1 + count} lines of {1 + trace.lines}: was it copied only in part?"
+        )
+    if not trace.steps:
+        raise DataError(f"{path}: no step was traced; {HOW_TO}")
+    if trace.world_rank != world_rank:
+        raise DataError(f"{path}: of rank {trace.world_rank}: {MIXED}")
+    return trace, lines
+
+
+def _fill(path: Path, trace: RankTrace, lines: str, move: Callable[[int], int]) -> None:
+    """Add what the lines after the head say to a rank's trace. move: translates its times."""
+    lists, values, end = trace.by_letter(), [], trace.end
+    times = {
+        letter: [at for at, name in enumerate(kind._fields) if name.endswith("_ns")]
+        for letter, kind in LINES.items()
+    }
+    try:
+        if "\\" in lines:
+            raise ValueError("an escape, which no line of a trace has")
+        for letter, *values in decode_json(f"[{','.join(lines.splitlines())}]"):
+            if letter == "r":
+                if not values[DONE]:  # the rank failed in it, or before its wait
+                    values[DONE - 1 : DONE + 1] = values[DONE - 1] or end, end
+                values[-2:] = (trace.sites[site] for site in values[-2:])
+            for at in times[letter]:
+                values[at] = move(values[at])
+            lists[letter].append(LINES[letter](*values))
+    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
+        what = f"{brief(str(error), 300)}: {shown(values)}"
+        raise DataError(f"{path}: not a trace: {what}") from None
+    trace.steps = tuple((step, move(start), move(end)) for step, start, end in trace.steps)
+
+
+@contextmanager
+def contradictions_are_data_errors(*folders: str | Path):
+    """Raise DataError if these traces, each line of which is valid, contradict themselves.
+
+    Times and partners of calls are not checked against each other while they are read.
+    """
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+        UsageError,
+    ) as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise DataError(
+            f"{' or '.join(map(str, folders))}: a trace that contradicts itself:"
+            f" {type(error).__name__} {brief(str(error))} at"
+            f" {Path(at.filename).name}:{at.lineno}; {HOW_TO}"
+        ) from error

@@ -1,0 +1,316 @@
+"""The text of a plan: layout and command, what fills and bounds it, and why others lose."""
+
+from __future__ import annotations
+
+import csv
+import math
+from importlib.resources import files
+from itertools import zip_longest
+from typing import NamedTuple
+
+from mpipar.comm.grid import AXES
+from mpipar.config.layout import sizes_text, typed
+from mpipar.config.sections import Config, settings
+from mpipar.config.setting import flag
+from mpipar.run.console.tables import short_count, table
+from mpipar.run.files.text import counted
+from mpipar.study.plan.job import Layout, utilization
+from mpipar.study.plan.memory import GIB
+from mpipar.study.plan.model import Step, step_time
+from mpipar.study.plan.of_config import config_of
+from mpipar.study.plan.search import Candidate, Plan, Question, nodes_of_data, search
+
+PARTS = {
+    "products": "matmuls",
+    "attention": "attention",
+    "elementwise": "elementwise operations",
+    "waits": "launches of operations",
+    "again": "forward passes again",
+    "tp": "tp barriers",
+    "cp": "cp messages",
+    "ep": "exchanges of experts' tokens",
+    "bubble": "idle in the pipeline",
+    "hops": "messages between stages",
+    "sums": "gradient sums and gathers",
+    "update": "update",
+    "capped": "what no measured step does without",
+}
+ALWAYS = ("products", "attention", "elementwise", "waits", "capped")  # no layout removes them
+SLOWER = {  # two rows of sensitivity: what the answer would be on a machine with ...
+    "a network between nodes half as fast": {"outer": 0.5},
+    "links in a node half as fast": {"inner": 0.5},
+}
+WIDTH = 90  # of a line of a command
+FACTORS = (2, 4, 8, 16, 32, 64)  # of the number of devices, to try where nothing fits
+
+
+class Job(NamedTuple):
+    """The job of a plan: a Config that names the model, and the flags that select it in train."""
+
+    config: Config
+    flags: str
+
+
+def report(question: Question, plan: Plan, job: Job) -> str:
+    """Return the whole answer as text, the verdict first."""
+    shape, machine = question.shape, question.machine
+    head = (
+        f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
+        f" {counted(question.batch_size, 'sequence')} of {shape.tokens} tokens a step, on"
+        f" {question.ranks} x {machine.name} ({machine.basis})"
+    )
+    if not plan.best:
+        return "\n\n".join([impossible(question, plan), head, rejections(plan)])
+    best = plan.best[0]
+    blocks = (
+        verdict(question, plan),
+        command_line(question, job, best),
+        head,
+        parts_table(best),
+        f"layouts, each the best of its grid\n{ranking(question, plan)}",
+        sensitivity(question, plan),
+        rejections(plan),
+        confidence(question, best),
+    )
+    return "\n\n".join(filter(None, blocks))
+
+
+def verdict(question: Question, plan: Plan) -> str:
+    """Return the layout, its step, its utilization beside the best measured, and its memory."""
+    best, machine = plan.best[0], question.machine
+    tokens = question.batch_size * question.shape.tokens / best.step.total
+    share, known = 100 * mfu(question, best), machine.best_mfu
+    how = "mpipar's own step, on shapes" if question.stack.own else "in closed form"
+    beside = f"best measured on {machine.name}: {known:.1f} %" if known else "none is measured"
+    lines = [
+        words_of(best.layout),
+        (
+            f"{best.step.total:.4g} s a step, {short_count(tokens)} tokens/s, MFU up to"
+            f" {share:.1f} % ({beside}{'; this is beyond any published run' * (0 < known < share)})"
+        ),
+        (
+            f"{best.memory.total / GIB:.1f} of {question.gib:.1f} GiB on the fullest rank ({how});"
+            f" bound by {PARTS[bound_by(best.step)]}"
+        ),
+    ]
+    if plan.tied:
+        lines.append(
+            f"{words_of(plan.tied.layout)} is as fast within the model's error"
+            f" ({question.stack.spread:g} %), but sums gradients over"
+            f" {nodes_of_data(question, plan.tied.layout)} nodes instead of"
+            f" {nodes_of_data(question, best.layout)}"
+        )
+    return "\n".join(lines)
+
+
+def mfu(question: Question, one: Candidate) -> float:
+    """Return the share of the devices' peak."""
+    flops, peaks = question.shape.step_flops(question.batch_size), question.machine.peak_tflops
+    return utilization(flops, one.step.total, question.ranks, peaks[question.dtype])
+
+
+def bound_by(step: Step) -> str:
+    """Return the part of a step that takes longest, among those that a layout can change."""
+    parts = step._asdict()
+    largest = max((name for name in PARTS if name not in ALWAYS), key=parts.__getitem__)
+    return largest if parts[largest] > 0.1 * step.total else max(ALWAYS, key=parts.__getitem__)
+
+
+def words_of(one: Layout) -> str:
+    """Return a layout in words."""
+    words = [sizes_text(one._asdict())]
+    if one.pp > 1:
+        looped = one.family.looped
+        words.append(one.schedule + (f" with {one.chunks} chunks" if looped else ""))
+    words.append(f"{one.num_microbatches} x {counted(one.rows, 'sequence')}")
+    words += ["sequence parallel"] * one.sequence_parallel
+    words += [f"zero {one.zero}"] * bool(one.zero)
+    words += [f"recompute {one.recompute}"] * (one.recompute != "none")
+    words += ["replicas outermost"] * (one.outer == "dp")
+    return ", ".join(words)
+
+
+def parts_table(best: Candidate) -> str:
+    """Return the step's seconds by part, and what fills the fullest rank."""
+    time = [(PARTS[name], one) for name, one in best.step._asdict().items() if one > 0]
+    rows = [(name, f"{one:.3g}", f"{100 * one / best.step.total:.1f} %") for name, one in time]
+    held = [(name, f"{one / GIB:.2f}") for name, one in best.memory._asdict().items()]
+    both = [(*left, *right[:2]) for left, right in zip_longest(rows, held, fillvalue=("", "", ""))]
+    return table([("a step's seconds", "", "", "GiB of the fullest rank", ""), *both])
+
+
+def ranking(question: Question, plan: Plan) -> str:
+    """Return the layouts with the model's step, memory and the reason why they are not first."""
+    rows = [("layout", "model's s a step", "MFU %", "GiB", "why not first")]
+    rows += [
+        (
+            words_of(one.layout),
+            f"{one.step.modelled:.4g}",
+            f"{100 * mfu(question, one):.1f}",
+            f"{one.memory.total / GIB:.1f}",
+            "" if one is plan.best[0] else why_not(question, plan.best[0], one),
+        )
+        for one in plan.best
+    ]
+    return table(rows)
+
+
+def why_not(question: Question, first: Candidate, other: Candidate) -> str:
+    """Return what makes another layout slower, or why it is not first all the same."""
+    apart = {
+        name: getattr(other.step, name) - getattr(first.step, name)
+        for name in PARTS
+        if name != "capped"
+    }
+    if other.step.modelled <= first.step.modelled:
+        return f"sums over {nodes_of_data(question, other.layout)} nodes"
+    name = max(apart, key=apart.__getitem__)
+    return f"+{apart[name]:.2g} s {PARTS[name]}"
+
+
+def sensitivity(question: Question, plan: Plan) -> str:
+    """Return what the step would be, and which layout would be first, on slower links."""
+    rows = [("with", "model's s of this layout", "first layout then", "its s a step")]
+    for name, change in SLOWER.items():
+        if question.ranks <= (question.machine.per_node if "outer" in change else 1):
+            continue
+        asked = question._replace(machine=question.machine.with_links(**change))
+        layout, best = plan.best[0].layout, search(asked, 1).best[0]
+        same = step_time(question.shape, layout, asked.machine, question.stack).modelled
+        rows.append(
+            (
+                name,
+                f"{same:.4g}",
+                "the same" if best.layout == layout else words_of(best.layout),
+                f"{best.step.modelled:.4g}",
+            )
+        )
+    return table(rows) if len(rows) > 1 else ""
+
+
+def rejections(plan: Plan) -> str:
+    """Return how many layouts were weighed, and how many left out, by reason."""
+    rows = [(f"{plan.seen:,} layouts weighed; not taken", "")]
+    return table([*rows, *((reason, f"{count:,}") for reason, count in plan.rejected.items())])
+
+
+def impossible(question: Question, plan: Plan) -> str:
+    """Return why nothing fits, and how many devices would do."""
+    if plan.least is None:
+        return "use another layout: the given parts of it leave none that can be run"
+    least = plan.least
+    lines = [
+        (
+            f"no layout fits: the one that needs least has {least.memory.total / GIB:.1f} GiB on"
+            f" its fullest rank, and {question.gib:.1f} are there"
+        ),
+        f"  {words_of(least.layout)}",
+        f"  states alone take {sum(least.memory[:3]) / GIB:.1f} GiB of it",
+    ]
+    more = (question._replace(ranks=factor * question.ranks) for factor in FACTORS)
+    enough = next((one.ranks for one in more if search(one, 1).best), None)
+    return "\n".join([*lines, *[f"on {enough} devices one does"] * bool(enough)])
+
+
+# --- the command
+
+
+def command_line(question: Question, job: Job, one: Candidate) -> str:
+    """Return the command that trains with a candidate."""
+    device = question.machine.device
+    wanted = config_of(job.config, question.shape, one.layout, question.dtype, device)
+    before = {field.name: value for _, field, value in settings(job.config)}
+    words = [
+        as_typed(field.name, value)
+        for _, field, value in settings(wanted)
+        if field.name not in (*AXES, "ep") and value not in (None, before.get(field.name))
+    ]
+    lines = [f"mpiexec -n {question.ranks} mpipar train {job.flags} {typed(one.layout._asdict())}"]
+    for word in words:
+        if len(lines) == 1 or len(lines[-1]) + len(word) > WIDTH:
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n    ".join(lines)
+
+
+def as_typed(name: str, value: object) -> str:
+    """Return a setting as a flag."""
+    if isinstance(value, bool):
+        return flag(name) if value else f"--no-{flag(name)[2:]}"
+    return f"{flag(name)} {','.join(map(str, value)) if isinstance(value, tuple) else value}"
+
+
+# --- how sure: published runs that are most like it
+
+
+def confidence(question: Question, best: Candidate) -> str:
+    """Return the evidence for the stack, and the published runs that are most like the answer."""
+    stack = question.stack
+    line = (
+        f"how sure: half of the stack's published steps are within {stack.spread:g} % of the model;"
+        f" {stack.evidence}"
+    )
+    if question.shape.experts:
+        return f"{line}; no published step here is of a model with experts"
+    rows = [("published runs that are most like it", "measured s", "MFU %", "source")]
+    rows += [
+        (one["job"], one["step_s"], one["mfu_percent"], one["source"])
+        for one in nearest_runs(question, best.layout)
+    ]
+    return f"{line}\n{table(rows)}"
+
+
+def nearest_runs(question: Question, layout: Layout, count: int = 3) -> list[dict[str, str]]:
+    """Return published runs of similar device, size, ranks and software."""
+    text = (files("mpipar.study.plan") / "runs.csv").read_text("utf-8")
+
+    def distance(row: dict[str, str]) -> float:
+        pairs = (
+            (question.shape.parameters, 1e9 * float(row["parameters_1e9"])),
+            (layout.ranks, float(row["ranks"])),
+            (layout.tp, float(row["tp"])),
+            (layout.pp, float(row["pp"])),
+        )
+        other = (row["stack"] == "fsdp") != question.stack.every_other
+        sizes = sum(abs(math.log2(one / two)) for one, two in pairs)
+        return sizes + 8 * other + 4 * (row["machine"] != question.machine.name)
+
+    return sorted(csv.DictReader(text.splitlines()), key=distance)[:count]
+
+
+def as_dict(question: Question, plan: Plan, job: Job) -> dict[str, object]:
+    """Return everything as plain values; seconds, bytes."""
+    found: dict[str, object] = {
+        "parameters": question.shape.parameters,
+        "machine": question.machine.name,
+        "ranks": question.ranks,
+        "memory_gib": question.gib,
+        "dtype": question.dtype,
+        "batch_size": question.batch_size,
+        "fits": bool(plan.best),
+        "best_measured_mfu": question.machine.best_mfu / 100 or None,
+        "layouts": [
+            {
+                "layout": one.layout._asdict(),
+                "stage_layers": one.layout.blocks_of(question.shape.layers),
+                "step_s": one.step.total,
+                "parts_s": one.step._asdict(),
+                "memory_bytes": one.memory._asdict(),
+                "total_bytes": one.memory.total,
+                "mfu": mfu(question, one),
+                "why_not_first": why_not(question, plan.best[0], one) if number else "",
+            }
+            for number, one in enumerate(plan.best)
+        ],
+        "weighed": plan.seen,
+        "rejected": plan.rejected,
+    }
+    if not plan.best:
+        return found | {"why_not": impossible(question, plan)}
+    best = plan.best[0]
+    return found | {
+        "command": command_line(question, job, best),
+        "bound_by": bound_by(best.step),
+        "published": nearest_runs(question, best.layout),
+    }

@@ -1,0 +1,242 @@
+"""The search for a layout: all that can run and fit, in closed form.
+
+Of each grid dp x pp x cp x tp x ep only the best layout is kept, so that the answers differ. Where
+two are closer than the model is to measured steps, the one whose data groups cross fewer nodes is
+first: sums over many nodes are what measured networks do worst.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from mpipar.config.layout import cuts_heads, divisors
+from mpipar.config.resolve import resolve
+from mpipar.config.sections import Config
+from mpipar.errors import broken
+from mpipar.pipeline.schedules.families import FAMILIES
+from mpipar.study.plan.job import Layout, Shape, Stack
+from mpipar.study.plan.machine import Machine
+from mpipar.study.plan.memory import GIB, Memory, by_rank, fullest, in_flight, on_shapes
+from mpipar.study.plan.model import Block, Step, block_of, step_time
+from mpipar.study.plan.of_config import config_of
+
+CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+TWICE = ("zb-h2", "zb-v")  # have the bubble of their formula with so many microbatches
+MOST_ROWS = 64  # of a microbatch
+LONG = 8192  # tokens from which cutting a sequence pays off
+
+
+class Question(NamedTuple):
+    """What is asked. gib: memory that a rank may use. fixed: fields of a Layout that are given.
+
+    config: names the model, for mpipar's own step on shapes; None without one.
+    """
+
+    shape: Shape
+    machine: Machine
+    ranks: int
+    gib: float
+    stack: Stack
+    batch_size: int
+    fixed: dict[str, object]
+    dtype: str = "bfloat16"
+    config: Config | None = None
+
+
+class Candidate(NamedTuple):
+    """A layout with its step and the memory of its fullest rank."""
+
+    layout: Layout
+    step: Step
+    memory: Memory
+
+
+class Plan(NamedTuple):
+    """The answer: the best layouts, best first, and the number of rejected ones by reason.
+
+    seen: layouts that were weighed; those that their grid's best surely beats are not. least: the
+    layout that is closest to fitting, if none does. tied: the layout that the model finds fastest,
+    if one within its error is first for its smaller data groups.
+    """
+
+    best: list[Candidate]
+    seen: int
+    rejected: dict[str, int]
+    least: Candidate | None
+    tied: Candidate | None
+
+
+def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (dp, pp, cp, tp) of every grid of the question's ranks that the model's sizes allow."""
+    shape, fixed, node = question.shape, question.fixed, question.machine.per_node
+
+    def sizes(name: str, ranks: int) -> list[int]:
+        can = divisors(ranks) if name in question.stack.axes else [1]
+        return [size for size in can if fixed.get(name, size) == size]
+
+    for tp in sizes("tp", question.ranks):
+        for pp in sizes("pp", question.ranks // tp):
+            for cp in sizes("cp", question.ranks // tp // pp):
+                dp = question.ranks // tp // pp // cp
+                if fixed.get("dp", dp) == dp and allowed(
+                    rejected,
+                    (
+                        not cuts_heads(tp, shape.heads, shape.kv_heads),
+                        "tp does not divide the heads",
+                    ),
+                    (
+                        node % tp and tp != 2 * node and "tp" not in fixed,
+                        "tp does not fill a node evenly, or crosses more than two",
+                    ),
+                    (pp > shape.layers, "more stages than blocks"),
+                    (question.batch_size % dp, "dp does not divide the batch"),
+                    (cp > 1 and shape.tokens % (2 * cp), "cp does not divide the tokens"),
+                    (
+                        cp > 1 and shape.tokens // cp < LONG // 2 and "cp" not in fixed,
+                        "sequences too short for cp",
+                    ),
+                ):
+                    yield dp, pp, cp, tp
+
+
+def allowed(rejected: Counter, *checks: tuple[object, str]) -> bool:
+    """Return whether no check (whether something is wrong, what) is broken; count the first."""
+    reasons = broken(*checks)
+    rejected.update(reasons[:1])
+    return not reasons
+
+
+def cuts(question: Question, rejected: Counter) -> Iterator[Layout]:
+    """Yield every layout that can be run, apart from its schedule."""
+    fixed, stack, experts = question.fixed, question.stack, question.shape.experts or 1
+    for dp, pp, cp, tp in axes(question, rejected):
+        share, data = question.batch_size // dp, dp * cp
+        for rows, recompute, zero, parallel, ep in itertools.product(
+            [rows for rows in divisors(share) if rows <= MOST_ROWS],
+            given(fixed, "recompute", ("none", "block")),
+            given(fixed, "zero", stack.zeros if data > 1 else (0,)),
+            (False, True) if tp > 1 else (False,),
+            [ep for ep in divisors(math.gcd(experts, data)) if fixed.get("ep", ep) == ep],
+        ):
+            m, alone = share // rows, zero and data == 1
+            if allowed(rejected, (alone, "zero needs two ranks of dp x cp to share")):
+                yield Layout(dp, pp, cp, tp, rows, m, "1f1b", 1, parallel, recompute, zero, ep=ep)
+
+
+def given(fixed: dict, name: str, choices: tuple) -> tuple:
+    """Return the fixed value of a field, or all its choices."""
+    return (fixed[name],) if name in fixed else choices
+
+
+def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterator[tuple[str, int]]:
+    """Yield (schedule, chunks) that m microbatches can run on pp ranks."""
+    if pp == 1:
+        given_one = question.fixed.get("schedule", "1f1b") != "1f1b"
+        if allowed(rejected, (given_one, "the given schedule orders the stages of a pipeline")):
+            yield "1f1b", 1
+        return
+    for name in given(question.fixed, "schedule", SCHEDULES):
+        family = FAMILIES[name]
+        for chunks in CHUNKS if family.looped else (family.stages_per_rank,):
+            if allowed(
+                rejected,
+                (pp * chunks > question.shape.layers, "more stages than blocks"),
+                (family.grouped and m % pp, f"{name} needs a multiple of pp microbatches"),
+                (m < pp, "fewer microbatches than pipeline ranks"),
+                (m < 2 * pp and name in TWICE, f"{name} needs 2 pp microbatches"),
+            ):
+                yield name, chunks
+
+
+def search(question: Question, count: int = 5) -> Plan:
+    """Return the `count` layouts with the shortest step."""
+    shape, machine, stack = question.shape, question.machine, question.stack
+    rejected: Counter = Counter()
+    best: dict[tuple, Candidate] = {}
+    least, seen, flights = None, 0, cache(in_flight)
+    for cut in cuts(question, rejected):
+        ways = [(one, block_of(shape, one, machine, stack)) for one in orders(question, cut)]
+        known = best.get(cut.grid)
+        if known and known.step.modelled <= min(computing(shape, *way) for way in ways):
+            continue  # no schedule makes it the best of its grid
+        for schedule, chunks in schedules(question, cut.pp, cut.num_microbatches, rejected):
+            seen += 1
+            memory = fullest(shape, cut._replace(schedule=schedule, chunks=chunks), stack, flights)
+            if memory.total > question.gib * GIB:
+                rejected["does not fit in memory"] += 1
+                if least is None or memory.total < least.memory.total:
+                    layout = cut._replace(schedule=schedule, chunks=chunks)
+                    least = Candidate(layout, step_time(shape, layout, machine, stack), memory)
+                continue
+            for one, block in ways:
+                layout = one._replace(schedule=schedule, chunks=chunks)
+                step, known = step_time(shape, layout, machine, stack, block), best.get(cut.grid)
+                if known is None or step.modelled < known.step.modelled:
+                    best[cut.grid] = Candidate(layout, step, memory)
+    ranked = sorted(best.values(), key=lambda one: one.step.modelled)
+    chosen = fewest_nodes_first(question, ranked, rejected)
+    fastest = min(chosen, key=lambda one: one.step.modelled, default=None)
+    return Plan(
+        chosen[:count],
+        seen,
+        dict(rejected.most_common()),
+        None if chosen else least,
+        None if fastest is None or fastest is chosen[0] else fastest,
+    )
+
+
+def computing(shape: Shape, layout: Layout, block: Block) -> float:
+    """Return the least seconds that a layout's busiest rank computes, whatever the schedule."""
+    each = block.f.total + block.i.total + block.w.total + block.again.total
+    return layout.num_microbatches * shape.layers / layout.pp * each
+
+
+def orders(question: Question, layout: Layout) -> list[Layout]:
+    """Return the layout with its pipeline outermost, and with its replicas outermost."""
+    differ = layout.dp > 1 and layout.pp > 1 and layout.ranks > question.machine.per_node
+    return [layout, layout._replace(outer="dp")] if differ else [layout]
+
+
+def nodes_of_data(question: Question, layout: Layout) -> int:
+    """Return how many nodes a data group spans."""
+    return -(-layout.data_ranks * layout.data_stride // question.machine.per_node)
+
+
+def fewest_nodes_first(
+    question: Question, ranked: list[Candidate], rejected: Counter
+) -> list[Candidate]:
+    """Return candidates, in front the one of fewest nodes of those as fast as the fastest.
+
+    Its memory is that of mpipar's own step, on shapes; what does not fit is removed.
+    """
+    while ranked:
+        close = ranked[0].step.modelled * (1 + question.stack.spread / 100)
+        near = [one for one in ranked if one.step.modelled <= close]
+        chosen = min(near, key=lambda one: nodes_of_data(question, one.layout))
+        ranked = [one for one in ranked if one is not chosen]
+        if question.config is None or not question.stack.own:
+            return [chosen, *ranked]
+        memory = memory_on_shapes(question, question.config, chosen.layout)
+        if memory.total <= question.gib * GIB:
+            return [chosen._replace(memory=memory), *ranked]
+        rejected["does not fit in memory"] += 1
+    return []
+
+
+def memory_on_shapes(question: Question, named: Config, layout: Layout) -> Memory:
+    """Return what mpipar's own step keeps on the rank that is fullest in closed form.
+
+    Two microbatches for each pipeline rank fill it. named: a Config that names the model.
+    """
+    found = by_rank(question.shape, layout, question.stack)
+    few = layout._replace(num_microbatches=min(layout.num_microbatches, 2 * layout.pp))
+    device = question.machine.device
+    config = config_of(named, question.shape, few, question.dtype, device)
+    rank = max(found, key=lambda rank: found[rank].total)
+    return on_shapes(resolve(config, layout.ranks)[0], layout, rank)

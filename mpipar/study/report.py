@@ -1,0 +1,183 @@
+"""report.html and metrics.csv: a run's results for a reader, made from the files in its folder.
+
+Both are rewritten whenever a run ends or stops, so a resumed run extends them.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+from mpipar.config.sections import Config, settings
+from mpipar.config.setting import flag
+from mpipar.errors import UserError
+from mpipar.run.console import series, tables
+from mpipar.run.console.tables import describe_model
+from mpipar.run.files.bounded import open_regular
+from mpipar.run.files.replace import replace_file
+from mpipar.run.files.text import counted
+from mpipar.run.folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
+from mpipar.run.process import blas, consistency, mpi
+from mpipar.run.trace import trace_file
+from mpipar.study.trace import html
+from mpipar.study.trace.analysis import Analysis
+
+MOST_LOG = 200_000  # bytes of log.txt on the page
+MOST_RANKS = 256  # rows of the table of ranks
+
+
+def environment(session, hosts: int) -> list[tuple[str, str]]:
+    """Return where and how the run was started, as (name, value); called on world rank 0."""
+    return [
+        ("command", f"mpipar {shlex.join(sys.argv[1:])}"),
+        ("started", dt.datetime.now().astimezone().isoformat(" ", "seconds")),
+        ("launcher", session.launcher.name or "none (one process)"),
+        ("ranks", f"{session.world.size} on {counted(hosts, 'host')}"),
+        ("MPI", mpi.library_name(session.world)),
+        *((name, session.facts[name]) for name in consistency.PROGRAMS),
+        ("processor", blas.processor()[0] or platform.machine()),
+        ("cores of rank 0", str(len(os.sched_getaffinity(0)))),
+        ("system", f"{platform.system()} {platform.release()}"),
+    ]
+
+
+def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) -> None:
+    """Write both files, and print the barriers; a failure is logged and does not stop the run.
+
+    told: what no file in the folder has: `state`, `headline`, `environment`, `ranks` (facts of
+    each), `traced`, and `barriers`, a table for a run without a trace. Called on world rank 0 only.
+    """
+    try:
+        (lines, damaged), (evaluations, more) = (
+            series.read_lines(folder, name) for name in (METRICS, EVALUATIONS)
+        )
+        if damaged or more:
+            log(
+                f"{REPORT} and {CSV} are without {counted(damaged + more, 'damaged line')} of"
+                f" {METRICS} and {EVALUATIONS}"
+            )
+        replace_file(CSV, [series.csv_text(lines, evaluations).encode()], root=folder)
+        page, trace_words = run_data(folder, config, lines, evaluations, told), ""
+        if told["traced"]:
+            traced, trace_words = trace_data(folder, log)
+            page = traced | page
+        if cells := page.get("barriers"):
+            title = "barriers of a traced step, in ms over all ranks, and how often one was last:"
+            barriers = tables.table(cells, left=2)
+        else:
+            title = "barriers of a step, by name (calls and bytes summed over ranks):"
+            barriers = told["barriers"]
+        if barriers:
+            log(f"{title}\n{barriers}\n")
+        replace_file(REPORT, [html.build(page).encode()], root=folder)
+        log(f"{REPORT} shows the run{trace_words}; open it in a browser")
+    except Exception as error:  # noqa: BLE001 - the run is worth more than its report
+        reason = error.strerror if isinstance(error, OSError) else None
+        log(f"no {REPORT}: {reason or error}")
+
+
+def trace_data(folder: Path, log) -> tuple[dict, str]:
+    """Return (the trace's data for the page, a description); ({}, "") if it cannot be read."""
+    try:
+        trace = trace_file.read(folder)
+        with trace_file.contradictions_are_data_errors(folder):
+            data = html.page_data(Analysis(trace))
+    except UserError as error:  # as when hosts share no file system; the run itself is fine
+        log(f"{REPORT} is without the trace: {error}")
+        return {}, ""
+    thinned = f" ({data['thinned']})" if data["thinned"] else ""
+    return data, f", and who waited for whom{thinned}"
+
+
+def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> dict:
+    """Return what the page shows for every run, as values for JSON."""
+    return {
+        "title": f"{folder.resolve().name}: {tables.layout_text(config.grid)},"
+        f" {config.grid.schedule_csv or config.grid.schedule}",
+        "model": f"{describe_model(config.model)};"
+        f" {config.train.optimizer}, {config.run.dtype} on {config.run.device}",
+        "state": told["state"],
+        "summary": summary(config, lines, evaluations),
+        "curves": series.curves(lines, evaluations),
+        "tables": [
+            layout_table(told["ranks"], told["headline"].splitlines()[0]),
+            {"title": "Environment", "rows": [list(row) for row in told["environment"]]},
+            *configuration(config),
+        ],
+        "log": log_text(folder),
+    }
+
+
+def summary(config: Config, lines, evaluations) -> list[list[str]]:
+    """Return [name, value, description] of the most important figures."""
+    found = []
+    if evaluations:
+        last, best = evaluations[-1], min(evaluations, key=lambda one: one["held_out_loss"])
+        words = f"nats per token, after step {last['step']}"
+        if best["held_out_loss"] < last["held_out_loss"]:
+            words += f"; lowest {best['held_out_loss']:.4f} after step {best['step']}"
+        found.append(["held-out loss", f"{last['held_out_loss']:.4f}", words])
+    if lines:
+        newest = lines[-20:]
+        found.append(
+            [
+                "training loss",
+                f"{sum(one['loss'] for one in newest) / len(newest):.4f}",
+                f"nats per token, mean of the last {counted(len(newest), 'step')}",
+            ]
+        )
+        speed = median(one["tokens_per_second"] for one in lines)
+        found.append(["speed", tables.short_count(speed), "tokens per second, median step"])
+        seen = len(lines) * config.train.batch_size * config.model.targets_per_row
+        seconds = sum(one["step_seconds"] for one in lines)
+        found.append(
+            [
+                "trained on",
+                tables.short_count(seen),
+                f"tokens, in {seconds:.0f} s of {len(lines):,} steps",
+            ]
+        )
+        share = sum(one["comm_share_mean"] for one in lines) / len(lines)
+        found.append(["time in barriers", f"{share:.0%}", "of a step, mean over ranks"])
+    return found
+
+
+def layout_table(ranks: list[dict], head: str) -> dict:
+    """Return a table of what each rank holds, and its memory."""
+    shown = tables.holding_rows(ranks[:MOST_RANKS])
+    left_out = [f"and {len(ranks) - MOST_RANKS:,} more ranks"] if len(ranks) > MOST_RANKS else []
+    return {
+        "title": "Layout",
+        "words": "; ".join([head, *left_out]),
+        "head": list(map(str, shown[0])),
+        "rows": [list(map(str, row)) for row in shown[1:]],
+    }
+
+
+def configuration(config: Config) -> list[dict]:
+    """Return a table of settings per section, without those that are not set."""
+    found: dict[str, list] = {}
+    for section, field, value in settings(config):
+        if value is not None and value != ():
+            text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            text = {"True": "on", "False": "off"}.get(text, text)
+            found.setdefault(section, []).append([flag(field.name)[2:], text])
+    return [{"title": f"Configuration: {section}", "rows": rows} for section, rows in found.items()]
+
+
+def log_text(folder: Path) -> str:
+    """Return the end of log.txt, which holds everything the run has printed."""
+    try:
+        with open_regular(LOG, folder) as file:
+            cut = max(0, os.fstat(file.fileno()).st_size - MOST_LOG)
+            file.seek(cut)
+            text = file.read(MOST_LOG).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    return f"[{cut:,} earlier bytes are in {LOG}]\n{text}" if cut else text

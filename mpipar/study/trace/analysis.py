@@ -1,0 +1,142 @@
+"""All conclusions from a trace, computed once for all views."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+from mpipar.comm.record import Families
+from mpipar.run.console.tables import nbytes
+from mpipar.run.trace.trace_file import Trace
+from mpipar.study.trace import findings, pop, segments, waits
+from mpipar.study.trace.causes import Cause, Causes, Cost
+
+# The categories of a rank's time, in the order in which views show them.
+CATEGORIES = ("forward", "backward", "optimizer", "data", "bubble", "waiting", "transfer", "other")
+LEAST_MS = 0.005  # of a barrier in the table
+CATEGORY_OF = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward",
+    "W": "backward",
+    "opt": "optimizer",
+    "data": "data",
+    "transfer": "transfer",
+    "eval": "other",
+    "save": "other",
+    "gc": "other",
+    "other": "other",
+}
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """A trace, and its conclusions, each computed when it is first asked for."""
+
+    trace: Trace
+
+    @cached_property
+    def waits(self) -> waits.Waits:
+        return waits.find(self.trace)
+
+    @cached_property
+    def segments(self) -> list[list[segments.Segment]]:
+        return segments.of_trace(self.trace, self.waits)
+
+    @cached_property
+    def efficiency(self) -> pop.Efficiency:
+        return pop.efficiency(self.trace, self.waits, self.segments)
+
+    @cached_property
+    def causes(self) -> Causes:
+        return Causes(self.trace, self.waits, self.segments)
+
+    @cached_property
+    def costs(self) -> dict[Cause, Cost]:
+        return self.causes.costs()
+
+    @cached_property
+    def findings(self) -> list[findings.Finding]:
+        return findings.find(self.trace, self.waits, self.segments, self.costs)
+
+
+def category(segment: segments.Segment) -> str:
+    """Return the category of a segment: waiting for a pipeline message is bubble.
+
+    All other waits are waiting.
+    """
+    if segment.kind == "wait":
+        return "bubble" if segment.call.record.axis == "pp" else "waiting"
+    return CATEGORY_OF[segment.kind]
+
+
+def rank_rows(analysis: Analysis) -> list[dict]:
+    """Return the place and the milliseconds per step by category of each rank."""
+    trace, rows = analysis.trace, []
+    for rank, own in zip(trace.ranks, analysis.segments, strict=True):
+        sums = segments.by_kind(own, kind=category)
+        rows.append(
+            {
+                "rank": rank.world_rank,
+                "place": trace.place(rank),
+                "ms": [sums[name] * 1e-6 / trace.num_steps for name in CATEGORIES],
+            }
+        )
+    return rows
+
+
+def cause_rows(analysis: Analysis, most: int) -> list[dict]:
+    """Return the causes of waiting: milliseconds per step, share, who waited most and where."""
+    total = sum(cost.wait_ns for cost in analysis.costs.values())
+    rows = []
+    for cause, cost in list(analysis.costs.items())[:most]:
+        axis, name = cost.by_barrier.most_common(1)[0][0]
+        rows.append(
+            {
+                "text": cause.text(),
+                "ms": cost.wait_ns * 1e-6 / analysis.trace.num_steps,
+                "share": cost.wait_ns / total,
+                "rank": cost.by_rank.most_common(1)[0][0],
+                "barrier": f"{axis} {name}",
+            }
+        )
+    return rows
+
+
+def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
+    """Return the table of barriers as text, head first, without those that took no time.
+
+    One row per axis, barrier name without block number, and operation; costliest first. Numbers
+    are per step and summed over ranks. last: the rank that arrived last most often, and how often.
+    """
+    families = Families()
+
+    def key(call):
+        record = call.record
+        return record.axis, families[record.name], record.operation
+
+    places: dict = {}
+    for call in itertools.chain.from_iterable(analysis.waits.calls):
+        places.setdefault(key(call), Counter())[call.record.site] += 1
+    steps = analysis.trace.num_steps
+    rows = [("barrier", "operation", "calls", "payload", "wait", "transfer", "last", "source")]
+    for (axis, name, operation), entry in waits.totals(analysis.waits, key).items():
+        wait_ms, transfer_ms = (ns * 1e-6 / steps for ns in (entry.wait_ns, entry.transfer_ns))
+        if wait_ms + transfer_ms < LEAST_MS:
+            break
+        site = places[axis, name, operation].most_common(1)[0][0]
+        rows.append(
+            (
+                f"{axis} {name}",
+                operation,
+                f"{entry.calls / steps:.4g}",
+                nbytes(entry.payload / steps),
+                f"{wait_ms:.2f}",
+                f"{transfer_ms:.2f}",
+                "".join(f"rank {rank} {times}x" for rank, times in entry.last.most_common(1)),
+                site.replace("mpipar/", ""),
+            )
+        )
+    return rows

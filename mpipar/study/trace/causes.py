@@ -1,0 +1,292 @@
+"""Causes of waiting: every wait is charged to what made the late rank late.
+
+The late rank and the waiting one last met at some moment (see `Meetings`). What each has done since
+then is compared by kind: computing, optimizer, data loading, saving, garbage collection, transfer,
+time between spans, and waiting. Only what the late rank did *more* of made it late, so work that
+both have done is no rank's fault, and the excess adds up to the wait. If the late rank has itself
+waited more, its own waits are followed to their causes, so that a delay that travels along a
+pipeline is charged to where it arose. Source: the delay costs of Scalasca, for which computing is
+compared by call path.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mpipar.comm.record import PASSES, Families
+from mpipar.run.trace.trace_file import Trace
+from mpipar.study.trace.segments import Segment
+from mpipar.study.trace.waits import Call, Event, Waits
+
+WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "opt": "optimizer",
+    "data": "data loading",
+    "eval": "evaluation",
+    "save": "checkpoint save",
+    "gc": "garbage collection",
+    "other": "between spans (Python, posting, logging)",
+}
+ONE_SIDED = ("message", "broadcast", "reduce")  # not every member waits for every other one
+
+
+class Cause(NamedTuple):
+    """What made others wait: ranks (one, or the ends of a link), what they did, and details.
+
+    kind: compute, opt, data, eval, save, gc, other, transfer or outside.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    what: str
+
+    def text(self) -> str:
+        """Return the cause in words, as in `rank 1: forward of stage 1`."""
+        if self.kind == "transfer":
+            return f"{self.what} between ranks {'-'.join(map(str, self.ranks))}"
+        return f"rank {self.ranks[0]}: {self.what}"
+
+
+@dataclass
+class Cost:
+    """How long others waited for a cause: in total, by waiting rank, by step, and by barrier."""
+
+    wait_ns: float = 0
+    by_rank: Counter = field(default_factory=Counter)
+    by_step: Counter = field(default_factory=Counter)
+    by_barrier: Counter = field(default_factory=Counter)
+
+
+class Work:
+    """What a rank did in a stretch of time.
+
+    parts: {(kind, detail): {cause: nanoseconds}}; those with the same kind and detail are
+    comparable between ranks. totals: the nanoseconds by kind.
+    """
+
+    def __init__(self):
+        self.parts: dict[tuple[str, str], dict[Cause, float]] = {}
+        self.totals: dict[str, float] = {}
+
+    def add(self, kind: str, detail: str, cause: Cause, length: float) -> None:
+        """Add nanoseconds that the rank spent for a cause."""
+        part = self.parts.setdefault((kind, detail), {})
+        part[cause] = part.get(cause, 0) + length
+        self.totals[kind] = self.totals.get(kind, 0) + length
+
+    def more_than(self, other: Work, length: float) -> dict[Cause, float]:
+        """Return {cause: nanoseconds} of what exceeds `other`, scaled to `length` in total."""
+        extra = {kind: max(0, own - other.totals.get(kind, 0)) for kind, own in self.totals.items()}
+        scale = length / max(sum(extra.values()), 1e-9)
+        found: dict[Cause, float] = defaultdict(float)
+        more = self._differences(other)
+        for kind, time in extra.items():
+            parts = more[kind]
+            if not any(parts.values()):  # more parts, though none is longer than its counterpart
+                parts = defaultdict(float)
+                for (of_kind, _), causes in self.parts.items():
+                    for cause, part in causes.items() if of_kind == kind else ():
+                        parts[cause] += part
+            total = sum(parts.values())
+            for cause, part in parts.items():
+                found[cause] += time * scale * part / total if part else 0
+        return found
+
+    def _differences(self, other: Work) -> dict[str, dict[Cause, float]]:
+        """Return {kind: {cause: nanoseconds by which the same or similar work is exceeded}}."""
+        found: dict[str, dict[Cause, float]] = defaultdict(dict)
+        for key, causes in self.parts.items():
+            same = _by_words(other.parts.get(key, {}))
+            like = sum(same.values()) / max(len(same), 1)  # such as another stage's layer
+            here = _by_words(causes)  # causes that do the same, such as both directions of a link
+            for cause, time in causes.items():
+                usual = same.get(cause.what, like) * time / max(here[cause.what], 1)
+                found[key[0]][cause] = max(0, time - usual)
+        return found
+
+
+def _by_words(causes: dict[Cause, float]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for cause, time in causes.items():
+        sums[cause.what] = sums.get(cause.what, 0) + time
+    return sums
+
+
+class Meetings:
+    """When two ranks last met: the moment from which their work can be compared.
+
+    Ranks meet in a collective in which all of its members are blocked at the same time. Two ranks
+    also meet where one has waited for the other, as for a message or for the root of a broadcast. A
+    message that had arrived before any rank asked for it is no meeting.
+    """
+
+    def __init__(self, waits: Waits):
+        self.instants: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for event in waits.events:
+            for ranks, instant in _meetings_of(event):
+                self.instants[ranks].append(instant)
+        self.groups: dict[int, set] = defaultdict(set)
+        for ranks, instants in self.instants.items():
+            instants.sort()
+            for rank in ranks:
+                self.groups[rank].add(ranks)
+
+    def last(self, one: int, other: int, before: int, otherwise: int) -> int:
+        """Return when both ranks last met before a moment, or `otherwise`."""
+        found = otherwise
+        for ranks in self.groups[one] & self.groups[other]:
+            instants = self.instants[ranks]
+            place = bisect_left(instants, before)
+            if place:
+                found = max(found, instants[place - 1])
+        return found
+
+
+def _meetings_of(event: Event) -> list[tuple[tuple[int, ...], int]]:
+    """Return [(ranks that met, when)] of one event."""
+    if event.operation in ONE_SIDED:
+        return [
+            (tuple(sorted((call.rank, call.late))), call.record.waited_ns + call.wait_ns)
+            for call in event.calls
+            if call.wait_ns
+        ]
+    instant = max(call.record.waited_ns for call in event.calls)
+    blocked = instant <= min(call.record.done_ns for call in event.calls)
+    return [(tuple(sorted(event.ranks)), instant)] if blocked else []
+
+
+class Causes:
+    """The causes of all waits of a trace."""
+
+    def __init__(self, trace: Trace, waits: Waits, segments: list[list[Segment]]):
+        self.ranks, self.waits, self.segments = trace.ranks, waits, segments
+        self.starts = [[segment.start for segment in own] for own in segments]
+        self.operation_starts = [[one.start_ns for one in rank.operations] for rank in trace.ranks]
+        self.meetings, self.families = Meetings(waits), Families()
+        # By the id of a call: {cause: nanoseconds}, and the earlier wait that explains it best.
+        self.parts: dict[int, dict[Cause, float]] = {}
+        self.before: dict[int, Call | None] = {}
+        self.computing: dict[tuple, tuple] = {}
+        self.latest: tuple = (), Work()
+        waiting = [call for own in waits.calls for call in own if call.wait_ns]
+        # A wait is explained by waits that ended before it.
+        for call in sorted(waiting, key=lambda call: call.record.waited_ns + call.wait_ns):
+            self._explain(call)
+
+    def costs(self) -> dict[Cause, Cost]:
+        """Return every cause with its cost, the largest first."""
+        found: dict[Cause, Cost] = defaultdict(Cost)
+        for own in self.waits.calls:
+            for call in own:
+                record = call.record
+                for cause, length in self.parts.get(id(call), {}).items():
+                    cost = found[cause]
+                    cost.wait_ns += length
+                    cost.by_rank[call.rank] += length
+                    cost.by_step[record.step] += length
+                    cost.by_barrier[record.axis, self.families[record.name]] += length
+        order = sorted(found, key=lambda cause: -found[cause].wait_ns)
+        return {cause: found[cause] for cause in order}
+
+    def chain(self, call: Call) -> list[str]:
+        """Return why a rank waited, step by step: the ranks that were waited for, to the root."""
+        steps = []
+        while (earlier := self.before[id(call)]) is not None:
+            record = earlier.record
+            steps.append(
+                f"rank {earlier.rank} waited for rank {earlier.late} ({record.axis} {record.name})"
+            )
+            call = earlier
+        parts = self.parts[id(call)]
+        return steps + [cause.text() for cause in sorted(parts, key=lambda one: -parts[one])[:1]]
+
+    def _explain(self, call: Call) -> None:
+        """Fill `parts` and `before` of a call that waits."""
+        late, start = call.late, call.record.waited_ns
+        end = start + call.wait_ns
+        begin = min(
+            start,
+            self.meetings.last(
+                call.rank, late, end, max(self.ranks[call.rank].start, self.ranks[late].start)
+            ),
+        )
+        if self.latest[0] != (late, begin, end):  # the same for all that wait in one collective
+            self.latest = (late, begin, end), self.work(late, begin, end)
+        theirs, own = self.latest[1], self.work(call.rank, begin, start)
+        self.parts[id(call)] = theirs.more_than(own, call.wait_ns)
+        more = {kind: ns - own.totals.get(kind, 0) for kind, ns in theirs.totals.items()}
+        self.before[id(call)] = None
+        if more and max(more, key=more.get) == "waiting":
+            waits = [one for one in self._within(late, begin, end) if one.kind == "wait"]
+            self.before[id(call)] = max(waits, key=lambda one: one.length).call
+
+    def _within(self, rank: int, start: int, end: int) -> list[Segment]:
+        """Return the rank's segments between two moments, cut there."""
+        own, first = self.segments[rank], bisect_right(self.starts[rank], start) - 1
+        found = []
+        for place in range(max(0, first), len(own)):
+            segment = own[place]
+            if segment.start >= end:
+                break
+            low, high = max(start, segment.start), min(end, segment.end)
+            if high > low:
+                found.append(segment._replace(start=low, end=high))
+        return found
+
+    def work(self, rank: int, start: int, end: int) -> Work:
+        """Return what a rank did between two moments."""
+        work, left = Work(), end - start
+        for segment in self._within(rank, start, end):
+            left -= segment.length
+            kind, call, span = segment.kind, segment.call, segment.span
+            if kind == "wait":
+                for cause, length in self.parts.get(id(call), {}).items():
+                    share = segment.length / call.wait_ns
+                    work.add("waiting", (cause.kind, cause.what), cause, length * share)
+            elif kind == "transfer" and (span is None or span.kind != "save"):
+                ranks = call.event.ranks if call.event else (rank,)
+                what = f"transfer of {self.families[call.record.name]} ({call.record.axis})"
+                work.add(kind, what, Cause(kind, ranks, what), segment.length)
+            elif kind in PASSES:
+                self._passing(rank, segment, work)
+            else:
+                kind = "save" if kind == "transfer" else kind
+                work.add(kind, "", Cause(kind, (rank,), WORDS[kind]), segment.length)
+        if left > 0:  # before its first or after its last traced step
+            work.add("outside", "", Cause("outside", (rank,), "outside the traced steps"), left)
+        return work
+
+    def _passing(self, rank: int, segment: Segment, work: Work) -> None:
+        """Add a piece of a pass, by layer if the trace timed the operations of layers.
+
+        Time between two operations belongs to the layer of the second.
+        """
+        now, operations, stage = segment.start, self.ranks[rank].operations, segment.span.stage
+        first = max(0, bisect_right(self.operation_starts[rank], now) - 1)
+        for place in range(first, len(operations)):
+            one = operations[place]
+            if one.start_ns >= segment.span.end_ns or now >= segment.end:
+                break
+            until = min(one.end_ns, segment.end)
+            if until > now:
+                work.add(
+                    "compute", *self._computing(rank, segment.kind, stage, one.layer), until - now
+                )
+                now = until
+        if segment.end > now:
+            work.add("compute", *self._computing(rank, segment.kind, stage, ""), segment.end - now)
+
+    def _computing(self, rank: int, kind: str, stage: int, layer: str) -> tuple:
+        """Return by what a layer's part of a pass is comparable, and its cause."""
+        key = rank, kind, stage, layer
+        if key not in self.computing:
+            what = f"{WORDS[kind]} of stage {stage}" + (f", {layer}" if layer else "")
+            detail = kind, self.families[layer]
+            self.computing[key] = detail, Cause("compute", (rank,), what)
+        return self.computing[key]

@@ -1,0 +1,151 @@
+"""Compares two traced runs: what got slower, by cause, and whether that is more than noise.
+
+Every value is a median over steps with its quartiles. A difference counts only when it exceeds the
+spread: B is slower when its lower quartile is above A's upper quartile, and faster in the opposite
+case. With fewer than three steps on a side there is no verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from mpipar.errors import DataError
+from mpipar.run.files.bounded import read_toml
+from mpipar.run.trace.trace_file import Trace
+from mpipar.study.trace.analysis import Analysis, category
+from mpipar.study.trace.causes import WORDS
+from mpipar.study.trace.segments import Segment, by_step
+
+LEAST_STEPS = 3
+PLACES = {"out", "trace"}  # settings that do not change what is run
+
+
+@dataclass(frozen=True)
+class Change:
+    """One cause in both runs: (lower quartile, median, upper quartile) of ms per step.
+
+    verdict: slower, faster or "" (within the spread, or unknown).
+    """
+
+    what: str
+    before: tuple[float, float, float]
+    after: tuple[float, float, float]
+    verdict: str = ""
+
+    @property
+    def ms(self) -> float:
+        """How much longer it takes in B, by the medians."""
+        return self.after[1] - self.before[1]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the three quartiles of at least one value."""
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return float(low), float(middle), float(high)
+
+
+def change(what: str, before: Sequence[float], after: Sequence[float]) -> Change:
+    """Return how the milliseconds of each step changed, and whether beyond their spread."""
+    old, new = quartiles(before), quartiles(after)
+    known = min(len(before), len(after)) >= LEAST_STEPS
+    verdict = "slower" if new[0] > old[2] else "faster" if new[2] < old[0] else ""
+    return Change(what, old, new, verdict if known else "")
+
+
+def untraced_ms(trace: Trace) -> list[float]:
+    """Return the milliseconds of each step that was not traced, except the first."""
+    traced = {step for step, *_ in trace.ranks[0].steps}
+    return [line["step_seconds"] * 1e3 for line in trace.metrics[1:] if line["step"] not in traced]
+
+
+def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, int]:
+    """Return the change of a step's time, which steps it is from, and the smaller number of them.
+
+    If both runs have enough steps that were not traced, these are taken, except the first, because
+    tracing slows its steps down. Otherwise the traced steps are taken.
+    """
+    kind, times = "steps", [untraced_ms(one.trace) for one in (before, after)]
+    if min(map(len, times)) < LEAST_STEPS:
+        kind, times = (
+            "traced steps",
+            [
+                [(end - start) * 1e-6 for start, end in one.trace.windows()]
+                for one in (before, after)
+            ],
+        )
+    first, second = map(len, times)
+    return change("step", *times), f"{first} and {second} {kind}", min(first, second)
+
+
+def item(segment: Segment, by_stage: bool) -> str:
+    """Return the name under which a piece of time is compared. by_stage: if it names stages."""
+    kind = category(segment)
+    if kind in ("forward", "backward"):
+        if not by_stage:
+            return f"compute: {kind}"
+        return f"compute: {WORDS[segment.kind]} of stage {segment.span.stage}"
+    if kind == "bubble":
+        return "bubble: waiting for a message of the pipeline"
+    if kind == "waiting":
+        return f"waiting for rank {segment.call.late}"
+    if kind == "transfer":
+        return f"transfer over {segment.call.record.axis}"
+    return WORDS[segment.kind]
+
+
+def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
+    """Return {item: ms in each step}, means over the ranks; a step's items add up to the step."""
+    trace = analysis.trace
+    found: dict[str, list[float]] = {}
+    for rank, own in zip(trace.ranks, analysis.segments, strict=True):
+        sums = by_step(own, rank.steps, partial(item, by_stage=by_stage))
+        for at, step in enumerate(sums):
+            for name, length in step.items():
+                times = found.setdefault(name, [0.0] * trace.num_steps)
+                times[at] += length * 1e-6 / len(trace.ranks)
+    return found
+
+
+def waits_by_cause(analysis: Analysis) -> dict[str, list[float]]:
+    """Return {cause of waiting: ms in each step}, summed over the ranks that waited."""
+    steps = [step for step, *_ in analysis.trace.ranks[0].steps]
+    return {
+        cause.text(): [cost.by_step[step] * 1e-6 for step in steps]
+        for cause, cost in analysis.costs.items()
+    }
+
+
+def changes(before: dict[str, list[float]], after: dict[str, list[float]]) -> list[Change]:
+    """Return the change of each name's milliseconds, the largest loss first."""
+    sides = [(side, [0.0] * max(map(len, side.values()), default=1)) for side in (before, after)]
+    names = dict.fromkeys([*before, *after])
+    found = [change(name, *(side.get(name, none) for side, none in sides)) for name in names]
+    return sorted(found, key=lambda one: -one.ms)
+
+
+def items(before: Analysis, after: Analysis) -> list[Change]:
+    """Return changes of all items, largest loss first. A stage is named if both have the same."""
+    by_stage = before.trace.meta["stages"] == after.trace.meta["stages"]
+    return changes(by_item(before, by_stage), by_item(after, by_stage))
+
+
+def waited_for(before: Analysis, after: Analysis) -> list[Change]:
+    """Return what others waited for, in ms per step summed over ranks, the largest loss first."""
+    return changes(waits_by_cause(before), waits_by_cause(after))
+
+
+def settings_that_differ(before: Path, after: Path) -> list[tuple[str, object, object]]:
+    """Return (key, value before, value after) where two config.toml differ, if they can be read."""
+    try:
+        old, new = (read_toml(folder / "config.toml", DataError) for folder in (before, after))
+    except DataError:
+        return []
+    names = [name for name in {**old, **new} if name not in PLACES]
+    return [
+        (name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)
+    ]

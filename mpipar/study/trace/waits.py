@@ -1,0 +1,188 @@
+"""Wait states: which rank arrived last at every operation of a trace, who waited, and how long.
+
+A collective can end when its last member has arrived, so a member's blocked time has two parts:
+
+    wait     = last arrival - own arrival      another rank was late
+    transfer = done - last arrival             the data travels (or no rank lets MPI progress)
+
+Both are limited to the blocked time itself. A member arrives when it posts the operation. It is
+blocked from then on, or from its own wait() if the operation is non-blocking. Ranks wait only for
+the root of a broadcast, and only the root of a reduce waits. In a message, a *late sender* makes
+the receiver wait until the send is posted. A *late receiver* makes the sender wait until the
+receive is posted, unless a buffered send completed before that. Source: the wait states of
+Scalasca's pattern reference.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+from mpipar.comm.record import POINT_TO_POINT, Record
+from mpipar.run.trace.trace_file import Trace
+
+
+@dataclass(slots=True)
+class Call:
+    """One rank's part in an operation. It is blocked from record.waited_ns to record.done_ns.
+
+    wait_ns: time until the last rank arrived. late: the world rank it waited for, or -1.
+    """
+
+    rank: int
+    record: Record
+    event: Event | None = None
+    wait_ns: int = 0
+    late: int = -1
+
+    @property
+    def blocked_ns(self) -> int:
+        return self.record.done_ns - self.record.waited_ns
+
+    @property
+    def transfer_ns(self) -> int:
+        return self.blocked_ns - self.wait_ns
+
+    def set_wait(self, until_ns: int, late: int) -> None:
+        """Set the wait to end at until_ns, limited to the time that the call was blocked."""
+        self.wait_ns = max(0, min(until_ns, self.record.done_ns) - self.record.waited_ns)
+        self.late = late if self.wait_ns else -1
+
+
+@dataclass(slots=True)
+class Event:
+    """One operation with all its calls. last: the world rank that arrived last.
+
+    ranks: the whole group; for a message (sender, receiver).
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    calls: list[Call]
+    last: int = -1
+
+    @property
+    def name(self) -> str:
+        return self.calls[0].record.name
+
+    @property
+    def operation(self) -> str:
+        """all_reduce, ..., or "message"."""
+        operation = self.calls[0].record.operation
+        return "message" if operation in POINT_TO_POINT else operation
+
+    @property
+    def arrival_ns(self) -> int:
+        """When the last rank arrived."""
+        return max(call.record.posted_ns for call in self.calls)
+
+
+@dataclass
+class Waits:
+    """All events of a trace, calls by rank in the order of posting, and calls without a partner."""
+
+    events: list[Event]
+    calls: list[list[Call]]
+    unmatched: list[Call] = field(default_factory=list)
+
+
+def find(trace: Trace) -> Waits:
+    """Match the records of all ranks and set every call's wait.
+
+    Collectives match by group and order, because each member makes the same calls. Messages match
+    by group, tag, sender, receiver and order. A call without a partner in the trace counts as
+    transfer only.
+    """
+    calls = [[Call(rank.world_rank, record) for record in rank.records] for rank in trace.ranks]
+    collectives, messages = defaultdict(list), defaultdict(dict)
+    for rank, own in zip(trace.ranks, calls, strict=True):
+        counts: Counter = Counter()
+        for call in own:
+            record = call.record
+            group = rank.groups[record.axis]
+            if record.operation in POINT_TO_POINT:
+                peer = group[record.peer]
+                sending = record.operation == "send"
+                ends = (rank.world_rank, peer) if sending else (peer, rank.world_rank)
+                key = (record.axis, record.tag, ends)
+                slot = record.operation
+            else:
+                key = slot = (record.axis, group, record.step)
+            counts[key, slot] += 1
+            if record.operation in POINT_TO_POINT:
+                messages[*key, counts[key, slot]][slot] = call
+            else:
+                collectives[*key, counts[key, slot]].append(call)
+    waits = Waits([], calls)
+    for (axis, group, *_), members in collectives.items():
+        _collective(waits, axis, group, members)
+    for (axis, _, ends, _), sides in messages.items():
+        _message(waits, axis, ends, sides)
+    waits.events.sort(key=lambda event: event.arrival_ns)
+    return waits
+
+
+def _collective(waits: Waits, axis: str, group: tuple[int, ...], members: list[Call]) -> None:
+    kinds = {(call.record.operation, call.record.name) for call in members}
+    if len(members) < len(group) or len(kinds) > 1:
+        waits.unmatched += members
+        return
+    event = Event(axis, group, members)
+    root = members[0].record.peer
+    operation = members[0].record.operation
+    if operation == "broadcast":
+        last = next(call for call in members if call.rank == group[root])
+    else:
+        last = max(members, key=lambda call: call.record.posted_ns)
+    event.last = last.rank
+    for call in members:
+        call.event = event
+        needs_all = operation != "reduce" or call.rank == group[root]
+        if needs_all and call is not last:
+            call.set_wait(last.record.posted_ns, last.rank)
+    waits.events.append(event)
+
+
+def _message(waits: Waits, axis: str, ends: tuple[int, int], sides: dict[str, Call]) -> None:
+    if len(sides) < 2:
+        waits.unmatched += sides.values()
+        return
+    send, recv = sides["send"], sides["recv"]
+    event = Event(axis, ends, [send, recv])
+    send.event = recv.event = event
+    recv.set_wait(send.record.posted_ns, ends[0])
+    if send.record.done_ns >= recv.record.posted_ns:
+        send.set_wait(recv.record.posted_ns, ends[1])
+    event.last = ends[0] if recv.wait_ns else ends[1] if send.wait_ns else -1
+    waits.events.append(event)
+
+
+@dataclass(slots=True)
+class Sum:
+    """The sum of several calls. last: how often each rank made others wait."""
+
+    calls: int = 0
+    payload: int = 0
+    wait_ns: int = 0
+    transfer_ns: int = 0
+    last: Counter = field(default_factory=Counter)
+
+
+def totals(waits: Waits, key) -> dict:
+    """Return {key(call): Sum} over all calls, those with the most waiting and transfer first.
+
+    `last` counts an event once for each key with a call that waited in it.
+    """
+    sums: dict = defaultdict(Sum)
+    for own in waits.calls:
+        for call in own:
+            entry = sums[key(call)]
+            entry.calls += 1
+            entry.payload += call.record.payload_bytes
+            entry.wait_ns += call.wait_ns
+            entry.transfer_ns += call.transfer_ns
+    for event in waits.events:
+        for one in {key(call) for call in event.calls if call.wait_ns}:
+            sums[one].last[event.last] += 1
+    order = sorted(sums, key=lambda k: -(sums[k].wait_ns + sums[k].transfer_ns))
+    return {k: sums[k] for k in order}
