@@ -19,13 +19,14 @@ import time
 
 import numpy as np
 
-from mpipar import cli, data
+from mpipar import cli
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.group import Comm
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
 from mpipar.run import inputs, resume, training
 from mpipar.run.checkpoint import save, weights
+from mpipar.run.data import rows
 from mpipar.run.data.rows import Rows
 from mpipar.run.process import mpi, watchdog
 from mpipar.run.process.session import Session, guard
@@ -201,7 +202,7 @@ TWINS = {  # what is wrong with the state of a run that goes on
 }
 PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
     "init": (Session, "start"),
-    "reading the data": (data.rows, "load"),
+    "reading the data": (rows, "load"),
     "forward": (LayerNorm, "forward"),
     "backward": (LayerNorm, "backward_input"),
     "send": (MpiTransport, "isend"),

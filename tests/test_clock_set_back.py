@@ -47,8 +47,8 @@ def test_only_what_is_shown_reads_the_time_of_day():
         if re.search(r"\btime\.time(_ns)?\(|datetime\.now\(", path.read_text())
     }
     assert found == {
-        "run/report.py",
-        "console/tensorboard.py",
-        "files/digests.py",
+        "study/report.py",
+        "run/console/tensorboard.py",
+        "run/files/digests.py",
         "interconnect/job.py",
     }  # a file from the future is not remembered

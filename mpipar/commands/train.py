@@ -1,11 +1,11 @@
-"""`mpipar train`: its flags."""
+"""`mpipar train`: its flags, and what a run is made of."""
 
 from dataclasses import dataclass
-from importlib import import_module
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.sections import FIELDS
 from mpipar.config.setting import setting
+from mpipar.errors import EXIT_OK, DriftError, NonFiniteError
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,62 @@ class Arguments:
 
 
 def run(context: Context) -> int:
-    """Start the job, and train. Comm: that of `training.run`."""
-    training = import_module("mpipar.run.training")  # late: it loads NumPy
-    return training.run(context.session, context.parsed, context.args.machine)
+    """Train on all ranks, from flags to a trained model; return the exit code.
+
+    Comm: that of every method of `Run`, in this order, and of `measured_step.show`.
+    """
+    # Late: these load NumPy.
+    from mpipar.run.folder import full_disk_is_an_output_error
+    from mpipar.run.memory_limit import memory_limit
+    from mpipar.run.training import Run
+    from mpipar.study import measured_step, report
+    from mpipar.study.explain.predict import predict
+    from mpipar.study.plan.auto import with_best_layout
+    from mpipar.study.schedules import draw
+
+    session, machine = context.session, context.args.machine
+    training = Run(session)
+    parsed = training.with_saved_settings(context.parsed)
+    if training.start.config and not parsed.chooses_layout:
+        machine = None  # saved settings are kept: there is nothing to choose
+    parsed = session.agree(lambda: with_best_layout(parsed, training.world.size, machine))
+    if not training.prepare(parsed, machine):
+        return EXIT_OK
+    config, barriers = training.config, ""
+    with full_disk_is_an_output_error(training.folder), training.open_files():
+        log = training.log
+        training.describe(predict(config, training.grid.world_rank))
+        if log.speaks:
+            log(draw.one_step(training.schedule))
+            started = report.environment(session, training.hosts)
+
+        def write_report() -> None:
+            if log.speaks:
+                told = training.told | {
+                    "environment": started,
+                    "state": training.state,
+                    "traced": training.tracer.written,
+                    "barriers": barriers,
+                }
+                report.write(training.folder, config, told, log)
+
+        with memory_limit(config, training.inputs.ops):
+            training.allocate()
+            with training.watched():
+                with session.stop_on_request():
+                    try:
+                        training.loop()
+                    except (NonFiniteError, DriftError):  # raised on all ranks
+                        write_report()
+                        raise
+                    if training.is_complete():
+                        barriers = measured_step.show(training)
+                    training.save_last()
+                code = training.finish()
+                log()
+                write_report()
+                log(training.last_words)
+                return code
 
 
 EXAMPLES = """\

@@ -1,4 +1,4 @@
-"""The work of `mpipar train`: from flags to a trained model, in execution order."""
+"""The parts of a training run, in execution order; `commands.train` puts them together."""
 
 from __future__ import annotations
 
@@ -44,46 +44,17 @@ from mpipar.run.folder import (
     METRICS,
     WEIGHTS,
     folder_problems,
-    full_disk_is_an_output_error,
     keep,
     truncate_after,
     write_result,
 )
 from mpipar.run.inputs import prepare
-from mpipar.run.memory_limit import memory_limit
 from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
 from mpipar.run.trace.tracer import Tracer
-from mpipar.study import report
-from mpipar.study.explain.predict import predict
-from mpipar.study.plan.auto import with_best_layout
-from mpipar.study.schedules import draw
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
 from mpipar.train.build import configured_schedule
 from mpipar.train.optim import warm_up_notes
 from mpipar.train.worker import StepVotes, Worker
-
-
-def run(session, parsed, machine_path: str | None = None) -> int:
-    """Train as the flags say; return the exit code. machine_path: see `best_of`.
-
-    Comm: that of every method of `Run`.
-    """
-    training = Run(session)
-    if not training.prepare(parsed, machine_path):
-        return EXIT_OK
-    with full_disk_is_an_output_error(training.folder), training.open_files():
-        training.describe()
-        with memory_limit(training.config, training.inputs.ops):
-            training.allocate()
-            with session.watch.follow_records(
-                training.recorder, training.worker.comms, training.written_bytes
-            ):
-                with session.stop_on_request():
-                    training.loop()
-                    training.save_last()
-                return training.finish()
 
 
 class Run:
@@ -94,26 +65,31 @@ class Run:
 
     def __init__(self, session):
         self.session, self.world, self.recorder = session, session.start(), Recorder()
-        self.barriers = ""  # of a step, as a table; the end of a run makes it
+
+    def with_saved_settings(self, parsed):
+        """Find what the run starts from; return the flags together with its saved settings.
+
+        Comm: agreements, and that of `resume.agreed_start`.
+        """
+        self.start = resume.agreed_start(self.session, parsed.config.run)
+        return self.session.agree(
+            lambda: resume.with_saved_settings(parsed, self.start, self.world.size)
+        )
 
     def prepare(self, parsed, machine_path) -> bool:
-        """Check all that can be checked, choose the layout, create the run folder.
+        """Check all that can be checked, and create the run folder.
 
+        machine_path: of a data sheet that is said to have chosen the layout.
         Return False if --resume names a run that has ended, so that there is nothing to do.
         Comm: agreements, and that of the functions of `resume`.
         """
-        session, world = self.session, self.world
-        self.start = start = resume.agreed_start(session, parsed.config.run)
-        parsed = session.agree(lambda: resume.with_saved_settings(parsed, start, world.size))
+        session, world, start = self.session, self.world, self.start
         checks = [
             (partial(resume.start_problems, start), UsageError),
             (tensorboard_problems, EnvironmentProblem),
         ]
-        if start.config and not parsed.chooses_layout:
-            machine_path = None  # saved settings are kept: there is nothing to choose
         if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
             checks.append((folder_problems, UsageError))
-        parsed = session.agree(lambda: with_best_layout(parsed, world.size, machine_path))
         inputs = session.agree(
             lambda: prepare(
                 parsed,
@@ -153,37 +129,31 @@ class Run:
             return None
         return self.files.enter_context(closing(GrowingFile(self.folder, name)))
 
-    def describe(self) -> None:
-        """Print layout, memory and the schedule of a step, before anything is allocated.
+    def describe(self, predicted) -> None:
+        """Print layout and memory, before anything is allocated.
 
-        Comm: two gathers over the world.
+        predicted: a step on shapes of this rank. Comm: two gathers over the world.
         """
         session, config, grid, log = self.session, self.config, self.grid, self.log
-        schedule = configured_schedule(config.grid)
+        self.schedule = schedule = configured_schedule(config.grid)
         # One proof covers all ranks: a schedule that could deadlock never starts.
         session.agree(lambda: check(schedule) if grid.world_rank == 0 else None)
-        hosts = {min(ranks) for ranks in gather_facts(self.world, session.host_ranks) or [(0,)]}
-        headline = console.headline(config, self.world.size, len(hosts), schedule.num_stages)
+        ranks_of_hosts = gather_facts(self.world, session.host_ranks) or [(0,)]
+        self.hosts = len({min(ranks) for ranks in ranks_of_hosts})  # how many, on world rank 0
+        headline = console.headline(config, self.world.size, self.hosts, schedule.num_stages)
         log(headline)
         taken = session.held.note if session.held else ""
         for note in filter(None, (*self.inputs.notes, *warm_up_notes(config.train), taken)):
             log(one_line(note))
-        predicted = predict(config, grid.world_rank)
         # The ring has room for two whole steps, so that it still holds what led to a failure.
         self.recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
         self.fact = console.holding(config, schedule, predicted, host_name(os.environ))
         facts = gather_facts(self.world, self.fact | {"cores": len(os.sched_getaffinity(0))})
         if facts:
-            self.told = {
-                "ranks": facts,
-                "headline": headline,
-                "environment": report.environment(session, len(hosts)),
-            }
+            self.told = {"ranks": facts, "headline": headline}
             log(console.holdings(facts))
             if note := crowded([one["host"] for one in facts], [one["cores"] for one in facts]):
                 log(f"\n{note}")
-            log(f"\none step of {schedule.name}, one row per pipeline rank:")
-            log(draw.grid(simulate(schedule, Costs())) + "\n")
 
     def allocate(self) -> None:
         """Create the worker and its weights, data, metrics, tracer and saver.
@@ -270,9 +240,9 @@ class Run:
                     self.last = step
                     self.show_step(result)
                     self.check_replicas(step, step == steps or result.votes.stop)
-                except (NonFiniteError, DriftError):  # raised on all ranks: report the steps so far
+                except (NonFiniteError, DriftError):  # raised on all ranks
                     self.flush()
-                    self.report(f"failed in step {step} of {steps}")
+                    self.state = f"failed in step {step} of {steps}"
                     raise
                 session.where = lambda step=step: f"evaluation after step {step}"
                 if self.due(self.config.run.eval_interval, step) and step < steps:
@@ -291,10 +261,16 @@ class Run:
             )
         if self.replicas.count:
             self.log(self.replicas.summary())
-        if not self.stopped and self.last >= self.first:
-            self.barriers = finish.report_step(
-                self.world, worker, self.fact, self.memory, self.last - self.first + 1, self.log
-            )
+
+    def is_complete(self) -> bool:
+        """Return whether steps were done, and none was cut off by a request to stop."""
+        return not self.stopped and self.last >= self.first
+
+    def watched(self):
+        """Return the context in which the watchdog follows the barriers of this run."""
+        return self.session.watch.follow_records(
+            self.recorder, self.worker.comms, self.written_bytes
+        )
 
     def votes(self) -> StepVotes:
         """Return what this rank tells the others in a step."""
@@ -450,23 +426,16 @@ class Run:
             written += sum(file.stat().st_size for file in os.scandir(self.folder / WEIGHTS))
         return written
 
-    def report(self, state: str) -> None:
-        """Write report.html and metrics.csv on world rank 0. state: how the run has ended.
-
-        With a long trace that takes long, so at a regular end the ranks have left MPI before.
-        """
-        if self.log.speaks:
-            ended = {"state": state, "traced": self.tracer.written, "barriers": self.barriers}
-            report.write(self.folder, self.config, self.told | ended, self.log)
-
     def finish(self) -> int:
-        """Show the results; return the exit code. Comm: forward passes, that of leave_mpi()."""
+        """Show the results, and leave MPI; return the exit code.
+
+        Comm: forward passes, that of leave_mpi().
+        """
         steps = self.config.train.steps
         if self.stopped:
             code = self.session.leave_mpi(EXIT_STOPPED)
-            self.log()
-            self.report(f"stopped on request after step {self.last} of {steps}")
-            self.log(
+            self.state = f"stopped on request after step {self.last} of {steps}"
+            self.last_words = (
                 f"stopped on request after step {self.last}; checkpoint and weights are in"
                 f" {self.folder}; resume with --resume auto --out {self.folder}"
             )
@@ -488,10 +457,8 @@ class Run:
         code = self.session.leave_mpi(EXIT_OK)
         if self.log.speaks:
             finish.compare_with_bigrams(self.inputs, loss, count, self.log)
-        self.log()
-        self.report(f"ended after step {self.last}")
-        if self.log.speaks:
-            weights = "weights, checkpoints, " if self.last else ""
-            files = f"{weights}metrics, report.html, config.toml and log.txt"
-            self.log(f"{files} are in {self.folder}")
+        self.state = f"ended after step {self.last}"
+        weights = "weights, checkpoints, " if self.last else ""
+        files = f"{weights}metrics, report.html, config.toml and log.txt"
+        self.last_words = f"{files} are in {self.folder}"
         return code

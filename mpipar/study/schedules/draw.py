@@ -14,8 +14,8 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 
 from mpipar.pipeline.instructions import Instr, Schedule, is_compute, neighbours, parts
-from mpipar.study.schedules.costs import Number
-from mpipar.study.schedules.simulate import Timeline
+from mpipar.study.schedules.costs import Costs, Number
+from mpipar.study.schedules.simulate import Timeline, simulate
 
 WIDTH = 100  # characters of a line
 MAX_PANELS = 6  # panels below each other; a longer step is drawn without microbatch numbers
@@ -114,6 +114,14 @@ def short_number(value: Number) -> str:
 
 
 # As text.
+
+
+def one_step(schedule: Schedule) -> str:
+    """Return the grid of one step in which each pass takes its usual time, for a run's log."""
+    return (
+        f"\none step of {schedule.name}, one row per pipeline rank:\n"
+        f"{grid(simulate(schedule, Costs()))}\n"
+    )
 
 
 def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
