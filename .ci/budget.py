@@ -1,7 +1,7 @@
 """Check limits on statements of a function, on signatures and lines, which keep code readable.
 
 Prints every finding as path:line: text; exits 1 if there is one. The limits are defined only here:
-tests/test_structure.py runs the same check.
+tests/unit/pages/test_structure.py runs the same check.
 """
 
 import ast

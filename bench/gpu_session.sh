@@ -6,7 +6,7 @@
 #
 #     bash bench/gpu_session.sh first           # and `second`; without a word, both
 #     OUT=FOLDER PYTHON=/opt/venv/bin/python3 MPICH=mpich-wheel bash bench/gpu_session.sh first
-#     REHEARSE=1 bash bench/gpu_session.sh      # small sizes: tests/cuda_machine/README.md
+#     REHEARSE=1 bash bench/gpu_session.sh      # small sizes: tests/elsewhere/cuda_machine/README.md
 #
 # Needs Python with CuPy, and what mpipar imports. The script installs and downloads nothing. It
 # skips parts that lack a package, an MPI or a GPU, and says so. MPICH names a folder with an
@@ -69,8 +69,8 @@ experts="--arch mixtral --layers 12 --d-model 768 --heads 12 --seq-len 1024 --vo
     --batch-size 8 --dtype bfloat16"
 train="--layers 4 --d-model 256 --heads 4 --seq-len 256 --batch-size 16 --num-microbatches 4"
 batch=32 check='' functions='' attention='' ladder='' patience=1
-tests="tests/test_cuda_attention.py tests/test_cuda_fused_ops.py tests/test_memory_predicted.py
-    tests/test_ops_devices.py"
+tests="tests/elsewhere/cuda/test_cuda_attention.py tests/elsewhere/cuda/test_cuda_fused_ops.py tests/unit/study/test_memory_predicted.py
+    tests/unit/ops/test_ops_devices.py"
 chosen="against_float64 or same_bits or shared_key or step_is or equals_plain or predicted_memory"
 if [[ -n ${REHEARSE:-} ]]; then
     model="--layers 1 --d-model 32 --heads 2 --seq-len 32 --vocab-size 256 --dtype bfloat16"
@@ -81,7 +81,7 @@ if [[ -n ${REHEARSE:-} ]]; then
     train="--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"
     batch=2 check=--small functions="--small --repeats 1" patience=10
     attention="--tokens 64 --repeats 1" ladder="--largest 64 --repeats 1"
-    tests="tests/test_ops_devices.py" chosen=equals_plain
+    tests="tests/unit/ops/test_ops_devices.py" chosen=equals_plain
 fi
 
 probe() { # print each thing of the list that is missing: NAME, or NAME: why

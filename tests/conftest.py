@@ -38,7 +38,7 @@ for pool in blas.pools():
 
 cuda_host.build_folder()  # so that all processes of the tests share it
 pytest_plugins = ["costs", "fault_table"]
-MPI_FOLDER = Path(__file__).parent / "mpi"
+EQUAL = Path(__file__).parent / "equal"
 LONGEST = "tests/test_mpi_sessions.py::test_slow_session[4]"  # as long as all other sessions
 
 # A busy machine makes slow examples: how long one takes is no finding.
@@ -154,8 +154,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave tests/mpi to the sessions that test_mpi_sessions.py starts under mpiexec."""
-    if collection_path == MPI_FOLDER and not config.getoption("--with-mpi", False):
+    """Leave tests/equal to the sessions that test_mpi_sessions.py starts under mpiexec."""
+    if collection_path == EQUAL and not config.getoption("--with-mpi", False):
         return True
     return None
 

@@ -1,4 +1,4 @@
-"""Runs tests/mpi as whole pytest sessions under mpiexec, one session for each number of ranks."""
+"""Runs tests/equal as whole pytest sessions under mpiexec, one session for each number of ranks."""
 
 import re
 import shutil
@@ -11,11 +11,18 @@ from helpers import REPOSITORY, run_ranks
 
 SESSION_LIMIT = 1300.0  # seconds for one session: twice what the longest takes beside other tests
 TEST_LIMIT = 200.0  # seconds for one test inside; then every rank prints where it is, and all end
-MPI_FOLDER = REPOSITORY / "tests" / "mpi"
+EQUAL = REPOSITORY / "tests" / "equal"
 # What four ranks run at once, as two do; a slow session of four ranks runs the other files.
 CORE = [
-    MPI_FOLDER / f"test_{name}.py"
-    for name in ("broken_twins", "cuts", "equivalence", "every_schedule", "experts", "records")
+    EQUAL / f"{name}.py"
+    for name in (
+        "layers/test_cuts",
+        "layers/test_experts",
+        "train/test_broken_twins",
+        "train/test_equivalence",
+        "pipeline/test_every_schedule",
+        "comm/test_records",
+    )
 ]
 
 
@@ -23,7 +30,7 @@ def session_command(where: Iterable[Path | str], marked: str) -> list[str]:
     """Return the command that every rank runs. where: paths, options. marked: which tests."""
     return [
         *(sys.executable, "-m", "mpi4py", "-m", "pytest", "--with-mpi", *map(str, where)),
-        *("-o", "timeout=0"),  # tests/mpi/conftest.py has a limit that works inside MPI calls
+        *("-o", "timeout=0"),  # tests/equal/conftest.py has a limit that works inside MPI calls
         *("-p", "no:cacheprovider"),  # the ranks would write one cache at the same time
         *("-m", marked),
         # Not by file descriptor: the MPI library's last words before an abort must come through.
@@ -63,7 +70,7 @@ def check_session(
 )
 def test_session(num_ranks, record_property):
     but = [f"--ignore={path}" for path in CORE] if num_ranks == 4 else []
-    record_session(record_property, *check_session(num_ranks, MPI_FOLDER, *but))
+    record_session(record_property, *check_session(num_ranks, EQUAL, *but))
 
 
 @pytest.mark.timeout(SESSION_LIMIT + 30)
@@ -78,7 +85,7 @@ def test_core_session(num_ranks):
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_slow_session(num_ranks, record_property):
     """The rest of each product of layouts and schedules."""
-    record_session(record_property, *check_session(num_ranks, MPI_FOLDER, marked="slow"))
+    record_session(record_property, *check_session(num_ranks, EQUAL, marked="slow"))
 
 
 def record_session(record_property, passed: int, skipped: list[str]) -> None:
@@ -137,7 +144,7 @@ def test_a():
 @pytest.mark.parametrize("case", BROKEN)
 def test_harness_catches(case, tmp_path):
     text, message = BROKEN[case]
-    shutil.copy(MPI_FOLDER / "conftest.py", tmp_path)
+    shutil.copy(EQUAL / "conftest.py", tmp_path)
     head = "import pytest\nfrom mpi4py import MPI\nWORLD = MPI.COMM_WORLD\n"
     (tmp_path / "test_broken.py").write_text(head + text)
     with pytest.raises(AssertionError, match=message):
@@ -145,7 +152,7 @@ def test_harness_catches(case, tmp_path):
 
 
 def test_harness_lets_pass(tmp_path):
-    shutil.copy(MPI_FOLDER / "conftest.py", tmp_path)
+    shutil.copy(EQUAL / "conftest.py", tmp_path)
     (tmp_path / "test_fine.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('not today')\n"
     )

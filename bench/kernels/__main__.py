@@ -4,7 +4,8 @@
 
 Columns: flop_per_byte: FLOPs per byte of operands that a block reads from global memory, caches
 aside. shared_KiB: shared memory of a block. registers_*: registers per thread, for that
-architecture. No kernel spills registers to memory, as tests/test_cuda_compile.py checks.
+architecture. No kernel spills registers to memory:
+tests/elsewhere/cuda/test_cuda_compile.py checks that.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ MIB = 2**20
 def memory(case, sizes, dtype, world_rank) -> tuple[int, int]:
     """Return the bytes of the blocks, and the most bytes besides, from the shapes-only run.
 
-    tests/mpi/test_cuts.py proves both equal to the measured bytes.
+    tests/equal/layers/test_cuts.py proves both equal to the measured bytes.
     """
     recorder = Recorder()
     ops = ops_module.make("shapes", dtype, recorder)

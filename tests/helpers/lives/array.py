@@ -1,0 +1,182 @@
+"""Covering arrays: lists of legal cases in which each legal pair of values occurs.
+
+mpipar itself decides whether values are legal together: an incomplete case is legal if some whole
+case with its values is. `Completion` looks for one. Where mpipar refuses a case, it tries other
+values of the free choices, and keeps those that get past the first refusal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+
+import numpy as np
+
+from tests.helpers.lives.choices import CHOICES, MOST_RANKS, Case, refusals
+
+DEEPEST = 6  # refusals that are overcome one after the other
+TRIES = 3  # candidates, of which the best is taken
+NEAR = 3  # known cases from which the search for a pair of values starts
+LOOKS = 1  # attempts with a choice that never overcomes a kind of refusal
+
+
+class Completion:
+    """Finds whole legal cases, and learns from mpipar's refusals to become faster."""
+
+    def __init__(self, choices=CHOICES, most_ranks=MOST_RANKS):
+        self.choices, self.most_ranks = choices, most_ranks
+        # Kind of refusal -> how often another value of a choice overcame it, and how often it was
+        # tried.
+        self.matters: dict = defaultdict(Counter)
+        self.tries: dict = defaultdict(Counter)
+        self.why = (DEEPEST, "")  # the refusal that the newest search did not get past
+
+    def of(self, part: Case, near: Case | None = None) -> dict | None:
+        """Return a whole legal case with these values, or None. near: a case to begin with."""
+        first = {name: values[0] for name, values in self.choices.items()}
+        self.why = (DEEPEST + 1, "")
+        return self._mended({**first, **(near or {}), **part}, frozenset(part), DEEPEST)
+
+    def _mended(self, case, fixed, depth):
+        wrong = refusals(case, self.most_ranks)
+        if not wrong:
+            return case
+        kind = kind_of(wrong[0])
+        self.why = min(self.why, (depth, kind))
+        if not depth:
+            return None
+        matters, tries = self.matters[kind], self.tries[kind]
+        for name in sorted(self.choices.keys() - fixed, key=lambda name: (-matters[name], name)):
+            if not matters[name] and tries[name] >= LOOKS:
+                continue
+            tries[name] += 1
+            for value in self.choices[name]:
+                other = {**case, name: value}
+                if value == case[name] or kind in map(kind_of, refusals(other, self.most_ranks)):
+                    continue
+                matters[name] += 1
+                if found := self._mended(other, fixed | {name}, depth - 1):
+                    return found
+        return None
+
+
+def kind_of(refusal: str) -> str:
+    """Return what a refusal is about, without its values: the flag at its start, and its rule."""
+    flag, _, rule = refusal.partition(": ")
+    return " ".join([flag.split()[0], *re.findall("[a-z]{3,}", rule or flag)[:6]])
+
+
+class Coverage:
+    """Which pairs of values of different choices occur in cases. values: all (name, value)."""
+
+    def __init__(self, choices=CHOICES):
+        self.choices = choices
+        self.values = [(name, value) for name, values in choices.items() for value in values]
+        self.place = {value: number for number, value in enumerate(self.values)}
+        self.seen = np.zeros((len(self.values),) * 2, bool)
+
+    def places(self, case: Case) -> list[int]:
+        """Return the numbers of a case's values, ascending."""
+        return [self.place[name, case[name]] for name in self.choices if name in case]
+
+    def add(self, case: Case) -> None:
+        """Note that a case's pairs occur."""
+        self.seen[np.ix_(*[self.places(case)] * 2)] = True
+
+    def news(self, case: Case) -> int:
+        """Return how many new pairs a case brings, counted in both of their orders."""
+        return int((~self.seen[np.ix_(*[self.places(case)] * 2)]).sum())
+
+    def gain(self, case: Case, name: str, value) -> int:
+        """Return how many new pairs a value brings to a case that lacks its choice."""
+        return int((~self.seen[self.place[name, value]][self.places(case)]).sum())
+
+    def different(self) -> np.ndarray:
+        """Return where `seen` is of a pair: its values ascend and are of different choices."""
+        choice = np.array([list(self.choices).index(name) for name, _ in self.values])
+        return choice[:, None] < choice
+
+    def part(self, places) -> dict:
+        """Return the values with these numbers."""
+        return dict(self.values[place] for place in places)
+
+
+def filled(
+    part: Case, coverage: Coverage, completion: Completion, order, near: Case | None = None
+) -> dict | None:
+    """Return a whole legal case with these values, adding the most new pairs choice by choice.
+
+    near: see `Completion.of`.
+    """
+    whole = completion.of(part, near)
+    if whole is None:
+        return None
+    case = dict(part)
+    for name in order:
+        if name in case:
+            continue
+        for value in sorted(
+            coverage.choices[name], reverse=True, key=lambda value: coverage.gain(case, name, value)
+        ):
+            found = whole if whole[name] == value else completion.of({**case, name: value}, whole)
+            if found:
+                case[name], whole = value, found
+                break
+    return {name: case[name] for name in coverage.choices}
+
+
+def singles(choices=CHOICES, most_ranks=MOST_RANKS) -> list[dict]:
+    """Return a few cases in which each legal value occurs, and many pairs."""
+    completion, coverage = Completion(choices, most_ranks), Coverage(choices)
+    rng, cases = np.random.default_rng(0), []
+    for name, value in coverage.values:
+        if any(case[name] == value for case in cases):
+            continue
+        if case := filled({name: value}, coverage, completion, rng.permutation(list(choices))):
+            cases.append(case)
+            coverage.add(case)
+    return cases
+
+
+def pairs(choices=CHOICES) -> tuple[list[dict], list[tuple[dict, str]]]:
+    """Return (cases in which each legal pair of values occurs, illegal pairs and what refuses
+    them).
+
+    Each case begins with a pair whose values lack many pairs. Of a few such cases the one with the
+    most new pairs is taken.
+    """
+    completion, coverage = Completion(choices), Coverage(choices)
+    rng, cases, refused, open_ = np.random.default_rng(0), [], [], coverage.different()
+    while len(left := np.argwhere(open_ & ~coverage.seen)):
+        lacks = np.bincount(left.ravel(), minlength=len(coverage.values))
+        of_choice = Counter(dict.fromkeys(choices, 0))
+        for (name, _), count in zip(coverage.values, lacks, strict=True):
+            of_choice[name] += int(count)
+        found = []
+        for places in left[np.argsort(-lacks[left].sum(1) + rng.random(len(left)))[:TRIES]]:
+            order = sorted(choices, key=lambda name: -of_choice[name] * (1 + rng.random() / 3))
+            part = coverage.part(places)
+            if case := filled(part, coverage, completion, order):
+                found.append(case)
+            else:
+                open_[tuple(places)] = False
+                refused.append(part)
+        if found:
+            cases.append(max(found, key=coverage.news))
+            coverage.add(cases[-1])
+    illegal = []
+    for part in refused:  # a case with one of the values may be closer to a legal one with both
+        if coverage.seen[tuple(coverage.places(part))]:
+            continue
+        near = [
+            one
+            for name, value in part.items()
+            for one in [case for case in cases if case[name] == value][:NEAR]
+        ]
+        tried = (filled(part, coverage, completion, choices, one) for one in [None, *near])
+        if case := next(filter(None, tried), None):
+            cases.append(case)
+            coverage.add(case)
+        else:
+            illegal.append((part, completion.why[1]))
+    return cases, illegal

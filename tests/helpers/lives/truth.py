@@ -1,0 +1,170 @@
+"""The truth of a life: one rank with plain choices, in float64, without a cache of keys.
+
+It shares with the life the layers, the rows of each step and the optimizer, but not layout,
+schedule, messages, commands, files and generation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
+from mpipar.config.reading import ParsedConfig, over
+from mpipar.config.run import TEMPERATURE
+from mpipar.layers.stash import Batch
+from mpipar.run.checkpoint import formats
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.params import all_params
+from mpipar.run.data import rows
+from mpipar.run.files.text import quoted
+from mpipar.run.inference.sampling import Sampling, best, draw
+from mpipar.run.inputs import prepare
+from mpipar.train.verify import full_tensors, serial_config
+from mpipar.train.worker import Worker
+from tests.helpers.lives.choices import LATER, STEPS, Case, settings_of
+
+NUMBERS = (  # the choices that determine the numbers; all others leave them as they are
+    "arch",
+    "norm",
+    "activation",
+    "positions",
+    "rope_theta",
+    "bias",
+    "tied",
+    "kv_heads",
+    "ffn",
+    "vocab_size",
+    "optimizer",
+    "lr_schedule",
+    "min_lr_ratio",
+    "warmup_steps",
+    "experts",
+    "experts_per_token",
+    "expert_ffn",
+    "shared_expert_ffn",
+    "router_balance",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "clip",
+    "seed",
+    "eval_tokens",
+    "sample_tokens",
+)
+SPREAD = 0.05  # of the weights that --init-from loads: no bias is zero
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The results of one rank.
+
+    losses, held_out: of each step. texts: {step: the prompt's tokens and those after it}. logits:
+    {step: those (V,) that each token of the text was chosen by}. weights: {step: tensors by name};
+    step 0 is the beginning. shown: {step: what a run prints of the text}.
+    """
+
+    losses: list
+    held_out: list
+    texts: dict
+    logits: dict
+    weights: dict
+    shown: dict
+
+
+def plain_reading(case: Case, folder: Path) -> ParsedConfig:
+    """Return the plain choices of a case: those that determine its numbers, in float64."""
+    numbers = {name: case[name] for name in NUMBERS if case.get(name) is not None}
+    given = settings_of(numbers) | {"dtype": "float64", "num_microbatches": 1} | data_of(folder)
+    return over({}, ParsedConfig(None, given=given))
+
+
+def data_of(folder: Path) -> dict:
+    """Return the setting that names the data."""
+    return {"data": (str(folder / "text.txt"),)}
+
+
+def write_data(folder: Path) -> None:
+    """Write the data of all lives: words that recur, so that they can be learnt.
+
+    They are few, because each evaluation reads what is held out.
+    """
+    words = "the a to of ranks wait for each other while one sums what all have sent".split()
+    rng = np.random.default_rng(5)
+    (folder / "text.txt").write_text(" ".join(rng.choice(words, 300)))
+
+
+def truth_of(case: Case, folder: Path) -> Truth:
+    """Train one rank, and write the initial weights that the case starts from, if it has any."""
+    inputs = prepare(plain_reading(case, folder), 1, 0)
+    config = serial_config(inputs.config)
+    worker = Worker(config, Grid(0), inputs.ops, Recorder())
+    worker.initialize(SPREAD if case["init_from"] else 0.0)
+    train_part = rows.Rows(worker.ops, inputs.train_part, config, worker.grid)
+    held_out = rows.Rows(worker.ops, rows.evaluated(inputs.held_out, config), config, worker.grid)
+    found = Truth([], [], {}, {}, {0: tensors_of(worker)}, {})
+    if case["init_from"]:
+        checkpoint.save(worker, start_of(folder, case))
+    for step in range(1, LATER + 1):
+        if step > STEPS:  # the resumed run has a learning-rate schedule of its own length
+            worker.config = replace(config, train=replace(config.train, steps=LATER))
+        found.losses.append(
+            worker.train_step(step, lambda mb, step=step: train_part.train(step, mb)).loss
+        )
+        found.held_out.append(worker.evaluate(held_out)[0])
+        text, logits = continued(worker, inputs)
+        found.texts[step], found.logits[step] = text, logits
+        decode = inputs.tokenizer.decode
+        start = decode(text[: len(text) - len(logits)])
+        found.shown[step] = f"text generated from {start!r}:\n{quoted(decode(text))}"
+        if step in (STEPS, LATER):
+            found.weights[step] = tensors_of(worker)
+    return found
+
+
+def start_of(folder: Path, case: Case) -> Path:
+    """Return the folder of the weights that a case starts from."""
+    return folder / f"start-{case['number']}"
+
+
+def tensors_of(worker) -> dict:
+    """Return all weights, by their names and in their shapes in files."""
+    model, found = worker.config.model, full_tensors(worker, "master")
+    form = formats.format_of(model)
+    return {
+        name: part
+        for _, param in all_params(model, (model.layers,))
+        for name, part in formats.apart(form.tensors(param), found[param.name]).items()
+    }
+
+
+def continued(worker, inputs) -> tuple[list[int], list]:
+    """Return (prompt and what follows, logits of each token); every token reruns its whole text."""
+    run, size = worker.config.run, worker.config.model.seq_len
+    end = inputs.tokenizer.end
+    sampling = Sampling(
+        run.sample_tokens, TEMPERATURE, run.seed, stop=() if end is None else (end,)
+    )
+    prompt = list(inputs.prompt) or [int(token) for token in inputs.held_out[:1]]
+    text, kept = list(prompt), []
+    for _ in range(min(sampling.num_tokens, size + 1 - len(prompt))):
+        batch = Batch(np.array([text]), None, np.arange(len(text)))
+        logits = worker.forward([0], lambda mb, batch=batch: batch)[0][-1:]
+        (candidates,) = best(worker, logits, sampling.candidates)
+        kept.append(logits[0, : worker.config.model.vocab_size].copy())
+        text.append(int(draw(candidates, sampling, 0, len(text))))
+        if text[-1] in sampling.stop:
+            break
+    return text, kept
+
+
+def weights_in(folder: Path) -> dict:
+    """Return all tensors of the files of a folder of weights, by the names in the files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found

@@ -1,0 +1,308 @@
+"""Traces: their files, their tables, and a planted delay that must be found."""
+
+import itertools
+import json
+import re
+import shutil
+
+import pytest
+from fault_table import fault
+from helpers import find_launcher
+from in_process import alone, assert_refused, printed
+from perfetto_rules import check_arrows, check_slices
+from program import mpipar
+from report_cases import data_of
+from trace_cases import blocking, span
+from trace_cases import trace as made
+from trace_cases import waits_and_segments as analyse
+from traced_runs import PASSES, SMALL
+
+from mpipar.config.run import traced_steps
+from mpipar.errors import DataError
+from mpipar.run.trace import trace_file
+from mpipar.run.trace.tracer import Tracer
+from mpipar.study.report import trace_data
+from mpipar.study.trace import pop, waits
+from mpipar.study.trace.causes import Causes
+from mpipar.study.trace.timeline import timeline
+
+pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
+
+
+@pytest.fixture(scope="module")
+def delayed(late_runs):
+    """Rank 1 sleeps 50 ms in one named layer, once a microbatch, in every step."""
+    return trace_file.read(late_runs["delay"]), late_runs["delay"]
+
+
+@pytest.mark.slow
+def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
+    trace, folder = delayed
+    assert sorted(path.name for path in (folder / "trace").iterdir()) == [
+        "meta.json",
+        "rank-00000.jsonl",
+        "rank-00001.jsonl",
+    ]
+    for rank in trace.ranks:
+        assert [step for step, _, _ in rank.steps] == [2, 3, 4, 5, 6]
+        assert {record.step for record in rank.records} == {2, 3, 4, 5, 6}
+        assert all(record.posted_ns <= record.done_ns for record in rank.records)
+    assert json.loads((folder / "trace" / "meta.json").read_text())["world_size"] == 2
+
+
+def test_the_run_says_which_steps_were_traced(delayed):
+    assert "the trace of steps 2 to 6 is in" in (delayed[1] / "log.txt").read_text()
+    stopped = Tracer(None, None, None, (3, 99999))
+    stopped.steps = [(3, 0, 1), (4, 1, 2)]
+    assert stopped.steps_text() == "steps 3 to 4"
+    stopped.steps.pop()
+    assert stopped.steps_text() == "step 3"
+
+
+def test_every_call_has_its_partner_and_every_instant_its_segment(delayed):
+    trace, _ = delayed
+    found, pieces = analyse(trace)
+    assert not found.unmatched
+    assert found.events
+    for rank, own in zip(trace.ranks, pieces, strict=True):
+        assert own[0].start == rank.start
+        assert own[-1].end == rank.end
+        assert all(a.end == b.start for a, b in itertools.pairwise(own))
+
+
+@pytest.mark.alone
+def test_a_planted_delay_is_the_cause_and_the_wait_is_its_lateness(delayed):
+    """The wait of rank 0 at the barrier after the delay is how much later rank 1 came, +- 2 ms."""
+    trace, _ = delayed
+    found, pieces = analyse(trace)
+    events = [
+        event
+        for event in found.events
+        if event.name == "block1.attn.proj" and event.calls[0].record.phase == "F"
+    ]
+    assert len(events) == PASSES
+    for event in events:
+        calls = {call.rank: call for call in event.calls}
+        lateness = calls[1].record.posted_ns - calls[0].record.posted_ns
+        came = calls[1].record.posted_ns
+        left = max(one.done_ns for one in trace.ranks[1].records if one.done_ns <= came)
+        assert came - left > 50e6, "rank 1 slept 50 ms before this barrier"
+        assert abs(calls[0].wait_ns - lateness) < 2e6
+        assert event.last == 1
+        assert calls[1].wait_ns == 0
+    cause, cost = next(iter(Causes(trace, found, pieces).costs().items()))
+    assert cause.kind == "compute"
+    assert cause.ranks == (1,)
+    assert cause.what == "forward of stage 0, block1.norm1"
+    assert cost.wait_ns > 0.8 * sum(call.wait_ns for event in events for call in event.calls)
+
+
+def test_efficiencies_multiply_and_an_ideal_network_is_never_slower(delayed):
+    trace, _ = delayed
+    found, pieces = analyse(trace)
+    result = pop.efficiency(trace, found, pieces)
+    assert result.ideal_ns <= result.runtime_ns * 1.001
+    assert result.parallel == pytest.approx(
+        result.load_balance * result.serialization * result.transfer
+    )
+
+
+@pytest.mark.alone
+def test_rank_0_works_while_rank_1_sleeps_in_its_span(delayed):
+    trace, _ = delayed
+    result = pop.efficiency(trace, *analyse(trace))
+    assert result.useful_ns[1] > result.useful_ns[0] + PASSES * 40e6
+
+
+@pytest.mark.alone
+@fault(31, "a slow rank: named, with its line and its share of the waits", 0)
+def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
+    _, folder = delayed
+    text = printed("trace", folder)
+    assert re.search(r"^- slow rank \(.*\): rank 1 on \S+ computes", text, re.MULTILINE), text
+    cause = r"^rank 1: forward of stage 0, block1\.norm1 .* rank 0 +tp block\*\.attn\.proj$"
+    assert re.search(cause, text, re.MULTILINE), text
+    for layer in ("attention", "ffn"):  # each barrier has its own place
+        assert re.search(rf" layers/{layer}\.py:\d+", text)
+    assert re.search(r"^tp block\*\.attn\.proj .*rank 1", text, re.MULTILINE)
+    assert all(len(line) <= 100 for line in text[: text.index("efficiency ")].splitlines())
+
+
+def test_the_run_folder_gets_its_report(delayed):
+    _, folder = delayed
+    page = (folder / "report.html").read_text()
+    assert "block1.attn.proj" in page
+    assert "rank 1: forward of stage 0" in page
+    assert (
+        "report.html shows the run, and who waited for whom; open it"
+        in (folder / "log.txt").read_text()
+    )
+
+
+def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
+    _, folder = delayed
+    page, events = tmp_path / "page.html", tmp_path / "events.json"
+    text = printed("trace", folder, "--html", page, "--perfetto", events)
+    assert [line.split(": ")[0] for line in text.splitlines()] == [str(events), str(page)]
+    assert f"{page}: open it in a browser" in text
+    alone, whole = (data_of(one.read_text()) for one in (page, folder / "report.html"))
+    assert {name: whole[name] for name in alone.keys() - {"title", "model", "curves"}} == {
+        name: value for name, value in alone.items() if name not in ("title", "model", "curves")
+    }
+    found = json.loads(events.read_text())["traceEvents"]
+    assert f"{len(found):,} events" in text
+    for again in (events, f"{tmp_path}/./{events.name}"):
+        assert_refused(
+            2,
+            [f"--html and --perfetto both name {again}"],
+            "trace",
+            folder,
+            "--html",
+            again,
+            "--perfetto",
+            events,
+        )
+    assert json.loads(events.read_text())["traceEvents"] == found
+    check_slices(found)
+    leads = [
+        (start["pid"], end["pid"])
+        for start, end in check_arrows(found)
+        if start["name"] == "block1.attn.proj"
+    ]
+    assert leads.count((1, 0)) >= PASSES  # in every step and microbatch rank 1 was late
+
+
+@pytest.mark.parametrize("flag", ["--html", "--perfetto"])
+def test_a_file_that_cannot_be_written_is_said(delayed, tmp_path, flag):
+    _, folder = delayed
+    for path, reason in (
+        (tmp_path, "Is a directory"),
+        (tmp_path / "no" / "file", "No such file or directory"),
+    ):
+        assert_refused(
+            74, [f"cannot write {path}: {reason}; name another file"], "trace", folder, flag, path
+        )
+
+
+def test_a_trace_that_cannot_be_read_does_not_fail_the_report(delayed, tmp_path):
+    """An example: rank 1 wrote to a disk of its own host."""
+    folder, said = tmp_path / "run", []
+    shutil.copytree(delayed[1], folder)
+    (folder / "trace" / "rank-00001.jsonl").unlink()
+    assert trace_data(folder, said.append) == ({}, "")
+    assert re.match(
+        r"report\.html is without the trace: .*: rank-00001\.jsonl missing of 2 ranks", said[0]
+    )
+
+
+def test_the_timeline_shows_the_wait():
+    """Rank 0 waits for most of the time, for rank 1 in its forward."""
+    records = [[blocking("all_reduce", "block0.ffn.down", "tp", came, 80)] for came in (10, 78)]
+    case = made(records, [[span("F", 0, 80)]] * 2)
+    rows = timeline(case, analyse(case)[1], width=len("rank 0 ") + 100).splitlines()
+    assert rows[1] == "rank 0 " + 10 * "F" + 68 * "." + 2 * "-"
+    assert rows[2] == "rank 1 " + 78 * "F" + 2 * "-"
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--trace", "5:9"], "--trace 5:9 with --steps 6"),
+    (["--trace", "x"], "--trace x: "),
+])  # fmt: skip
+def test_steps_that_do_not_exist_are_refused(tmp_path, flags, message):
+    assert_refused(2, [message], "train", *SMALL, *flags, "--out", tmp_path / "run")
+
+
+def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    assert_refused(65, ["mpipar train --trace 10:12"], "trace", tmp_path / "run")
+    assert_refused(65, ["no such run folder"], "trace", tmp_path / "nothing")
+
+
+def test_a_file_that_lacks_what_it_should_say_is_refused(tmp_path):
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 4, "clock": {}}')
+    assert_refused(65, ["meta.json", "no 'recording', 'world_size'"], "trace", tmp_path)
+
+
+def with_head(change):
+    """An edit of a rank's file: `change` of its head."""
+
+    def edit(texts):
+        head, rest = texts[1].split("\n", 1)
+        return json.dumps(json.loads(head) | change) + "\n" + rest
+
+    return edit
+
+
+@pytest.mark.parametrize(("name", "edit", "message"), [
+    ("rank-00001.jsonl", lambda texts: texts[0], "of rank 0: the files .* one run"),
+    ("rank-00001.jsonl", with_head({"recording": "x"}), "must come from one run"),
+    ("meta.json", lambda texts: re.sub('"recording": "[0-9a-f]+"', '"recording": "x"', texts[2]),
+     "of another recording than rank-00000.jsonl, rank-00001.jsonl: .* must come from one run"),
+    ("rank-00001.jsonl", with_head({"steps": [[2, 0, 9]]}), "its steps differ"),
+    ("rank-00001.jsonl", with_head({"host": "a\x1b[2J"}), r"line 1: .*host is 'a\\x1b\[2J'"),
+    ("rank-00001.jsonl", with_head({"cores": [9**50]}), "line 1: not a trace: .* 64 bits"),
+    ("rank-00001.jsonl", with_head({"mpipar_trace": 7}), "this mpipar reads 4; record one"),
+    ("rank-00001.jsonl", lambda texts: texts[1][:-30], r"\d+ lines of \d+"),
+    ("rank-00001.jsonl", lambda texts: "", "line 1: not a trace: is not JSON"),
+    ("rank-00001.jsonl", lambda texts: texts[1].rsplit("\n", 4)[0] + "\n", r"\d+ lines of \d+"),
+    ("meta.json", lambda texts: texts[2].replace('"owners"', '"x"'), "of a trace: it.clock has"),
+    ("meta.json", lambda texts: "{}", "trace schema None"),
+])  # fmt: skip
+def test_files_that_are_broken_or_of_several_runs_are_refused(
+    delayed, tmp_path, name, edit, message
+):
+    folder = tmp_path / "run"
+    shutil.copytree(delayed[1], folder)
+    texts = [
+        (folder / "trace" / one).read_text()
+        for one in ("rank-00000.jsonl", "rank-00001.jsonl", "meta.json")
+    ]
+    (folder / "trace" / name).write_text(edit(texts))
+    with pytest.raises(DataError, match=rf"{name}.*{message}"):
+        trace_file.read(folder)
+
+
+def test_an_operation_that_never_ended_lasts_until_the_failure(delayed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(delayed[1], folder)
+    path = folder / trace_file.rank_name(1)
+    lines = path.read_text().splitlines(keepends=True)
+    last = max(number for number, line in enumerate(lines) if line.startswith('["r"'))
+    for number, waited in ((last, 0), (last - 1, None)):  # one posted only, one waited for
+        _, posted, blocked, _, *rest = json.loads(lines[number])
+        lines[number] = json.dumps(["r", posted, blocked if waited is None else 0, 0, *rest]) + "\n"
+    path.write_text("".join(lines))
+    trace = trace_file.read(folder)
+    waited, posted = trace.ranks[1].records[-2:]
+    assert waited.posted_ns == waited.waited_ns < waited.done_ns == trace.ranks[1].end
+    assert posted.posted_ns < posted.waited_ns == posted.done_ns == trace.ranks[1].end
+    assert all(call.transfer_ns >= 0 for own in waits.find(trace).calls for call in own)
+
+
+@pytest.mark.parametrize(
+    ("text", "first", "last", "steps"),
+    [
+        (None, 1, 12, (10, 12)),
+        (None, 1, 11, None),
+        (None, 11, 300, None),
+        ("none", 1, 300, None),
+        ("3:4", 1, 5, (3, 4)),
+        ("3", 3, 5, (3, 3)),
+        ("3:4", 4, 5, None),
+    ],
+)
+def test_the_steps_of_a_trace(text, first, last, steps):
+    assert traced_steps(text, first, last) == steps
+
+
+def test_every_longer_run_ends_with_who_waited_where(tmp_path):
+    words = "--layers 1 --d-model 8 --heads 1 --seq-len 4 --steps 12 --sample-tokens 0".split()
+    words += "--eval-tokens 64 --tp 2 --heads 2".split()
+    done = mpipar("train", *words, "--out", tmp_path / "a", ranks=2)
+    assert done.returncode == 0, done.tail()
+    table = done.stdout.split("barriers of a traced step")[1]
+    assert re.search(r"^tp block\*\.ffn\.down +all_reduce .* \S+\.py:\d+$", table, re.MULTILINE)
+    assert [step for step, *_ in trace_file.read(tmp_path / "a").ranks[0].steps] == [10, 11, 12]
+    assert alone("train", *words[:-4], "--trace", "none", "--out", tmp_path / "b").returncode == 0
+    assert not (tmp_path / "b" / "trace").exists()

@@ -1,0 +1,408 @@
+"""Array functions on numbers: against finite differences, each other, and themselves in shards."""
+
+import numpy as np
+import pytest
+from helpers import assert_close
+from ops_cases import (
+    ADAMW,
+    LARGE,
+    SMALL,
+    call_every_op,
+    numeric_gradient,
+    parts,
+    plain,
+    positions_of,
+    runs_of,
+)
+
+from mpipar.ops import make, numpy_ops
+from mpipar.ops.array_ops import rope_frequencies, rope_table
+
+DIFFERENCES = 1e-6
+
+
+COMPILED = pytest.param("numba", marks=pytest.mark.numba)
+
+
+def implementation_of(name, dtype="float64"):
+    """Return the array functions of that name."""
+    kernels = "numba" if name == "numba" else "numpy"
+    return plain(dtype) if name == "plain" else make("cpu", dtype, kernels=kernels)
+
+
+@pytest.fixture(params=["plain", "tuned", "tuned in tiny tiles", COMPILED])
+def ops(request, monkeypatch):
+    """An implementation in float64; tiny tiles make small arrays cross every tile border."""
+    if request.param == "tuned in tiny tiles":
+        monkeypatch.setattr(numpy_ops, "TILE", 16)
+        monkeypatch.setattr(numpy_ops, "QUERY_TILE", 2)
+        monkeypatch.setattr(numpy_ops, "PART_SCORES", 8)
+    return implementation_of(request.param)
+
+
+def test_matmul_and_bias_gradients(ops, rng):
+    x, w, b = rng.standard_normal((2, 3, 5)), rng.standard_normal((5, 7)), rng.standard_normal(7)
+    dy = rng.standard_normal((2, 3, 7))
+
+    def loss():
+        return float((ops.bias_forward(ops.matmul(x, w), b) * dy).sum())
+
+    dw, db = np.ones_like(w), np.ones_like(b)
+    ops.matmul_tn_add(x, dy, dw)
+    ops.bias_backward_weight(dy, db)
+    dx = ops.matmul_nt(dy, w)
+    assert_close(dx, numeric_gradient(loss, x), DIFFERENCES, "dx")
+    assert_close(dw, 1 + numeric_gradient(loss, w), DIFFERENCES, "dw")
+    assert_close(db, 1 + numeric_gradient(loss, b), DIFFERENCES, "db")
+
+
+def test_gelu_gradient(ops, rng):
+    x, dy = 2 * rng.standard_normal((3, 5, 7)), rng.standard_normal((3, 5, 7))
+    numeric = numeric_gradient(lambda: float((ops.gelu_forward(x) * dy).sum()), x)
+    assert_close(ops.gelu_backward_input(dy, x), numeric, DIFFERENCES, "dx")
+
+
+def test_gelu_is_finite_and_right_far_out(ops):
+    x = np.array([-1e4, -50.0, 0.0, 50.0, 1e4])
+    assert_close(ops.gelu_forward(x), np.maximum(x, 0.0), 1e-15, "y")
+    dx = ops.gelu_backward_input(np.ones(5), x)
+    assert_close(dx, np.array([0.0, 0.0, 0.5, 1.0, 1.0]), 1e-15, "dx")
+
+
+@pytest.mark.parametrize(("norm", "names"), [("layernorm", "wb"), ("rmsnorm", "w")])
+def test_norm_gradients(ops, rng, norm, names):
+    x, dy = rng.standard_normal((3, 5, 7)) + 2.0, rng.standard_normal((3, 5, 7))
+    params, grads = [rng.standard_normal(7) for _ in names], [np.ones(7) for _ in names]
+    forward, backward_input, backward_weight = (
+        getattr(ops, f"{norm}_{part}") for part in ("forward", "backward_input", "backward_weight")
+    )
+
+    def loss():
+        return float((forward(x, *params, 1e-3)[0] * dy).sum())
+
+    _, *statistics = forward(x, *params, 1e-3)
+    backward_weight(dy, x, *statistics, *grads)
+    dx = backward_input(dy, x, params[0], *statistics)
+    assert_close(dx, numeric_gradient(loss, x), DIFFERENCES, "dx")
+    for name, param, grad in zip(names, params, grads, strict=True):
+        assert_close(grad, 1 + numeric_gradient(loss, param), DIFFERENCES, f"d{name}")
+
+
+@pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
+def test_attention_hides_exactly_the_later_positions(ops, rng, kind):
+    qkv, positions = rng.standard_normal((2, 67, 3, 3, 5)), positions_of(kind, 67, rng)
+    qkv[:, :, :2] *= 3.0
+    y, probs = ops.attention_forward(*parts(qkv), positions, positions)
+    visible = positions[None, :] <= positions[:, None]
+    assert ((probs > 0) == visible).all()
+    assert_close(probs.sum(axis=-1), np.ones((2, 3, 67)), 1e-14, "row sums")
+    assert_close(y, np.einsum("bhij,bjhd->bihd", probs, qkv[:, :, 2]), 1e-13, "y")
+
+
+def test_attention_of_large_scores_does_not_overflow(ops):
+    qkv = np.zeros((1, 3, 3, 1, 1))
+    qkv[0, :, 0, 0, 0], qkv[0, :, 1, 0, 0] = 1.0, [-1e5, 1e5, -1e5]
+    qkv[0, :, 2, 0, 0] = [5.0, 7.0, 9.0]
+    y, probs = ops.attention_forward(*parts(qkv), np.arange(3), np.arange(3))
+    assert np.array_equal(probs[0, 0], [[1, 0, 0], [0, 1, 0], [0, 1, 0]])
+    assert np.array_equal(y[0, :, 0, 0], [5.0, 7.0, 7.0])
+
+
+def test_embedding_gradients(ops, rng):
+    ids, positions = rng.integers(0, 9, (2, 5)), np.array([6, 0, 3, 1, 4])
+    table, places = rng.standard_normal((4, 3)), rng.standard_normal((7, 3))
+    dy, start = rng.standard_normal((2, 5, 3)), 3
+
+    def loss():
+        x = ops.embedding_forward(ids, table, start)
+        return float((ops.position_forward(x, positions, places) * dy).sum())
+
+    dtable, dplaces = np.ones_like(table), np.ones_like(places)
+    ops.embedding_backward_weight(ids, dy, dtable, start)
+    ops.position_backward_weight(positions, dy, dplaces)
+    assert_close(dtable, 1 + numeric_gradient(loss, table), DIFFERENCES, "dtable")
+    assert_close(dplaces, 1 + numeric_gradient(loss, places), DIFFERENCES, "dplaces")
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_embedding_shards_add_up(ops, rng, shards):
+    table, ids = rng.standard_normal((12, 3)), rng.integers(0, 12, (2, 5))
+    rows = 12 // shards
+    parts = [
+        ops.embedding_forward(ids, table[start : start + rows].copy(), start)
+        for start in range(0, 12, rows)
+    ]
+    assert np.array_equal(sum(parts), table[ids])
+
+
+def padded_loss(ops, logits, targets, num_valid, shards, scale):
+    """Loss and logit gradients (padding included) with the padded vocabulary in shards."""
+    width = logits.shape[1] // shards
+    starts = range(0, logits.shape[1], width)
+    parts = [logits[:, start : start + width].copy() for start in starts]
+    stats = np.stack(
+        [
+            ops.cross_entropy_forward(part, targets, start, num_valid)
+            for part, start in zip(parts, starts, strict=True)
+        ]
+    )
+    loss, sums = ops.cross_entropy_combine(stats)
+    for part, start in zip(parts, starts, strict=True):
+        out = ops.cross_entropy_backward_input(part, targets, sums, start, num_valid, scale)
+        assert out is part, "the gradient is written over the logits"
+    return loss, np.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4])
+def test_cross_entropy_over_vocabulary_shards(ops, rng, shards):
+    """With 7 of 12 columns valid, the last of three shards and of four are all padding."""
+    num_valid, count = 7, 5
+    logits = 3.0 * rng.standard_normal((count, 12))
+    logits[:, num_valid:] = 1e3  # padding would win if it were read
+    targets = rng.integers(0, num_valid, count)
+
+    def loss():
+        valid = logits[:, :num_valid]
+        peak = valid.max(axis=1)
+        lse = peak + np.log(np.exp(valid - peak[:, None]).sum(axis=1))
+        return lse - valid[np.arange(count), targets]
+
+    got, dlogits = padded_loss(ops, logits, targets, num_valid, shards, 0.25)
+    assert_close(got, loss(), 1e-13, "loss")
+    numeric = numeric_gradient(lambda: float(loss().sum()) * 0.25, logits)
+    assert_close(dlogits, numeric, DIFFERENCES, "dlogits")
+    assert not dlogits[:, num_valid:].any()
+
+
+def test_cross_entropy_of_large_logits_does_not_overflow(ops):
+    logits = np.array([[1e4, -1e4, 0.0], [-1e4, 1e4, 1e4]])
+    loss, dlogits = padded_loss(ops, logits, np.array([1, 2]), 3, 1, 1.0)
+    assert_close(loss, np.array([2e4, np.log(2.0)]), 1e-12, "loss")
+    expected = np.array([[1.0, -1.0, 0.0], [0.0, 0.5, -0.5]])
+    assert_close(dlogits, expected, 1e-12, "dlogits")
+
+
+def test_shard_of_padding_only(ops):
+    stats = ops.cross_entropy_forward(np.full((2, 3), np.nan), np.array([0, 1]), 6, 5)
+    assert np.array_equal(stats, [[np.finfo(np.float64).min, 0.0, 0.0]] * 2)
+    best = ops.top_forward(np.full((2, 3), np.nan), 6, 5, 2)
+    assert np.array_equal(best, [[[-np.inf, 6.0]] * 2] * 2)
+
+
+def test_the_lowest_of_equals_comes_first(ops):
+    logits = np.array([[1.0, 5.0, 5.0, 2.0, 5.0, 9.0], [3.0, 3.0, 3.0, 3.0, 3.0, 9.0]])
+    parts = [ops.top_forward(logits[:, s : s + 2].copy(), s, 5, 2) for s in (0, 2, 4)]
+    assert np.array_equal(parts[0], [[[5.0, 1.0], [1.0, 0.0]], [[3.0, 0.0], [3.0, 1.0]]])
+    assert np.array_equal(parts[1], [[[5.0, 2.0], [2.0, 3.0]], [[3.0, 2.0], [3.0, 3.0]]])
+    assert np.array_equal(parts[2][:, 0], [[5.0, 4.0], [3.0, 4.0]])
+    assert np.isneginf(parts[2][:, 1, 0]).all(), "the shard has no second column"
+    for count in (1, 2, 3, 4, 5):
+        best = ops.top_forward(logits, 0, 5, count)
+        order = np.lexsort((np.tile(np.arange(5), (2, 1)), -logits[:, :5]))[:, :count]
+        assert np.array_equal(best[..., 1], order)
+        assert np.array_equal(best[..., 0], np.take_along_axis(logits, order, 1))
+
+
+@pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
+@pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("implementation", ["tuned", COMPILED])
+def test_tuned_equals_plain(monkeypatch, implementation, sizes, kind):
+    monkeypatch.setattr(numpy_ops, "TILE", 4096)
+    monkeypatch.setattr(numpy_ops, "PRODUCT_TILE", 1)  # 64 rows of a weight gradient at a time
+    expected = call_every_op(plain(), sizes, kind)
+    for name, value in call_every_op(implementation_of(implementation), sizes, kind).items():
+        assert_close(value, expected[name], 1e-12, name)
+
+
+@pytest.mark.parametrize("implementation", ["plain", "tuned", COMPILED])
+def test_float32_stays_float32_and_is_close(implementation):
+    ops = implementation_of(implementation, "float32")
+    expected = call_every_op(plain("float64"), LARGE)
+    for name, value in call_every_op(ops, LARGE).items():
+        if not isinstance(value, float) and value.dtype != np.int64 and name[:3] != "top":
+            assert value.dtype == np.float32, name
+        assert_close(value, expected[name], 2e-5, name)
+
+
+@pytest.mark.parametrize("implementation", ["plain", "tuned", COMPILED])
+def test_no_result_depends_on_what_was_in_the_memory(monkeypatch, implementation):
+    ops = implementation_of(implementation)
+    expected = call_every_op(ops, LARGE)
+
+    def poisoned(shape, dtype=float):
+        return np.full(shape, np.nan if np.dtype(dtype).kind == "f" else -7, dtype)
+
+    monkeypatch.setattr(np, "empty", poisoned)
+    monkeypatch.setattr(np, "empty_like", lambda x: poisoned(x.shape, x.dtype))
+    fresh = implementation_of(implementation)
+    for name, value in call_every_op(fresh, LARGE).items():
+        # Not bit for bit: vector loops may start elsewhere in an array that lies elsewhere.
+        assert_close(value, expected[name], 1e-13, name)
+
+
+def test_a_result_survives_the_next_call(ops, rng):
+    """No result may live in a buffer that the next call of the same function overwrites."""
+    first = call_every_op(ops, SMALL)
+    kept = {name: np.copy(value) for name, value in first.items()}
+    call_every_op(ops, SMALL, seed=6)
+    for name, value in first.items():
+        assert np.array_equal(value, kept[name]), name
+
+
+def test_nan_is_not_swallowed(ops, rng):
+    x = rng.standard_normal((2, 5, 6))
+    x[1, 0, 2] = np.nan
+    assert np.isnan(ops.gelu_forward(x)[1, 0, 2])
+    assert np.isnan(ops.gelu_backward_input(np.ones_like(x), x)[1, 0, 2])
+    assert np.isnan(ops.layernorm_forward(x, np.ones(6), np.zeros(6), 1e-5)[0][1, 0]).all()
+    assert np.isnan(ops.matmul(x, np.ones((6, 3)))[1, 0]).all()
+    assert np.isnan(ops.sum(x))
+    assert np.isnan(ops.square_sum(x))
+    qkv = np.repeat(x[:, :, None, None, :], 3, axis=2)
+    y, _ = ops.attention_forward(*parts(qkv), np.arange(5), np.arange(5))
+    assert np.isnan(y[1]).any(axis=(1, 2)).all()
+    logits = x.reshape(10, 6)
+    stats = ops.cross_entropy_forward(logits, np.zeros(10, np.int64), 0, 6)
+    loss, _ = ops.cross_entropy_combine(stats[None])
+    assert np.array_equal(np.isnan(loss), np.arange(10) == 5)
+    assert all(np.isnan(ops.top_forward(logits, 0, 6, count)[5, 0, 0]) for count in (1, 3))
+
+
+@pytest.mark.parametrize("name", ["plain", "tuned", COMPILED])
+@pytest.mark.parametrize("largest", [1.0, 1e25])
+def test_a_sum_of_squares_has_float64(name, largest, rng):
+    ops = implementation_of(name, "float32")
+    for size in (1, 255, 256, 70_001):
+        x = (rng.standard_normal(size) * largest).astype(np.float32)
+        exact = float(np.square(x.astype(np.float64)).sum())
+        assert_close(ops.square_sum(x), exact, 1e-7, f"{size} numbers")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_checksum_changes_with_every_bit(dtype, rng):
+    ops = implementation_of("numpy", dtype)
+    ops.checksum_block = 16  # several blocks, the last one cut
+    x = rng.standard_normal((9, 5)).astype(dtype)
+    x[0, :2] = 0.0, np.nan
+    words, seen = x.reshape(-1).view(np.uint32), {ops.checksum(x)}
+    for word in range(words.size):
+        for bit in range(32):
+            words[word] ^= 1 << bit
+            seen.add(ops.checksum(x))
+            words[word] ^= 1 << bit
+    assert len(seen) == 1 + 32 * words.size
+    assert ops.checksum(x) == ops.checksum(x.copy()) in seen
+    assert max(seen) < 2**64
+    for first, second in ((2, 3), (2, 20), (4, 36)):  # in one block, and in two
+        y = x.copy().reshape(-1)
+        y[[first, second]] = y[[second, first]]
+        assert ops.checksum(y) not in seen
+
+
+def test_in_place_functions_return_their_argument(ops, rng):
+    x, y, b = rng.standard_normal((3, 5)), rng.standard_normal((3, 5)), rng.standard_normal(5)
+    expected = (x + y) * 0.5 + b
+    assert ops.accumulate(x, y) is x
+    assert ops.scale(x, 0.5) is x
+    assert ops.bias_forward(x, b) is x
+    assert_close(x, expected, 1e-15, "x")
+
+
+def test_adamw_of_runs_is_the_formula_with_a_decay_for_each_number(ops, rng):
+    runs, decay = runs_of(101), np.zeros(101)
+    for decays, run in runs:
+        decay[run] = 0.3 * decays
+    data, grad, m, v = (rng.uniform(0.5, 2.0, 101) for _ in range(4))
+    first, second = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
+    root = np.sqrt(second / (1 - 0.95**3)) + 1e-8
+    expected = data * (1 - 0.01 * decay) - 0.01 * first / (1 - 0.9**3) / root
+    ops.adamw_runs(data, grad, m, v, runs, **ADAMW | {"weight_decay": 0.3})
+    for one, wanted in ((data, expected), (m, first), (v, second)):
+        assert_close(one, wanted, 1e-12, "AdamW")
+
+
+def test_accumulating_another_shape_is_refused(ops):
+    with pytest.raises(AssertionError, match=r"\(3, 5\), \(5,\)"):
+        ops.accumulate(np.zeros((3, 5)), np.zeros(5))
+    with pytest.raises(AssertionError, match=r"\(3, 5\), \(3, 1\)"):
+        ops.copy(np.zeros((3, 5)), np.zeros((3, 1)))
+
+
+# SwiGLU and rotary positions.
+
+
+def test_swiglu_gradient(ops, rng):
+    h, dy = 2 * rng.standard_normal((3, 5, 2, 7)), rng.standard_normal((3, 5, 7))
+    numeric = numeric_gradient(lambda: float((ops.swiglu_forward(h) * dy).sum()), h)
+    dh, y = ops.swiglu_backward_input(dy, h)
+    assert_close(dh, numeric, DIFFERENCES, "dh")
+    assert_close(y, ops.swiglu_forward(h), 1e-15, "y")
+    gate, up = h[:, :, 0], h[:, :, 1]
+    assert_close(y, gate / (1 + np.exp(-gate)) * up, 1e-14, "y")
+
+
+def test_swiglu_is_finite_and_right_far_out(ops):
+    gate = np.array([-1e4, -50.0, 0.0, 50.0, 1e4])
+    h = np.stack([gate, np.full(5, 2.0)])[None]
+    assert_close(ops.swiglu_forward(h)[0], 2.0 * np.maximum(gate, 0.0), 1e-15, "y")
+    (dh,), _ = ops.swiglu_backward_input(np.ones((1, 5)), h)
+    assert_close(dh[0], 2.0 * np.array([0.0, 0.0, 0.5, 1.0, 1.0]), 1e-15, "dgate")
+    assert_close(dh[1], np.maximum(gate, 0.0), 1e-15, "dup")
+
+
+def turned(ops, x, positions, table, function="rope_forward"):
+    """A turned copy of x."""
+    x = x.copy()
+    assert getattr(ops, function)(x, positions, table) is x
+    return x
+
+
+def test_rope_gradient(ops, rng):
+    x, dy = rng.standard_normal((2, 5, 3, 6)), rng.standard_normal((2, 5, 3, 6))
+    positions, table = np.array([7, 0, 3, 4, 1]), rope_table(8, 6, 10.0, ())
+    numeric = numeric_gradient(lambda: float((turned(ops, x, positions, table) * dy).sum()), x)
+    dx = turned(ops, dy, positions, table, "rope_backward_input")
+    assert_close(dx, numeric, DIFFERENCES, "dx")
+    there = turned(ops, x, positions, table)
+    assert_close(turned(ops, there, positions, table, "rope_backward_input"), x, 1e-15, "back")
+
+
+def test_rope_turns_number_i_with_number_i_of_the_second_half(ops):
+    x, table = np.zeros((1, 2, 1, 6)), rope_table(3, 6, 100.0, ())
+    x[0, :, 0, 1] = 1.0
+    y = turned(ops, x, np.array([0, 2]), table)
+    angle = 2 * 100.0 ** (-2 / 6)
+    assert_close(y[0, 0, 0], x[0, 0, 0], 1e-15, "position 0")
+    assert_close(y[0, 1, 0], np.array([0, np.cos(angle), 0, 0, np.sin(angle), 0]), 1e-15, "y")
+
+
+def test_scores_depend_on_distances_only(ops, rng):
+    q, k = rng.standard_normal((2, 1, 4, 1, 8))
+    table, places = rope_table(100, 8, 50.0, ()), np.array([0, 3, 4, 9])
+    scores = [
+        np.einsum("bihd,bjhd->ij", *(turned(ops, x, places + shift, table) for x in (q, k)))
+        for shift in (0, 61)
+    ]
+    assert_close(*scores, 1e-13, "scores")
+
+
+def test_rows_may_have_positions_of_their_own(ops, rng):
+    x, table = rng.standard_normal((3, 4, 2, 6)), rope_table(20, 6, 10.0, ())
+    positions = rng.integers(0, 20, (3, 4))
+    y = turned(ops, x, positions, table)
+    for row in range(3):
+        expected = turned(plain(), x[row : row + 1], positions[row], table)
+        assert_close(y[row : row + 1], expected, 1e-15, f"row {row}")
+
+
+def test_frequencies_of_llama_3():
+    """Fast rotations stay, slow ones are slower by the factor, the others lie between."""
+    plain_ones = rope_frequencies(64, 5e5, ())
+    scaled = rope_frequencies(64, 5e5, (8.0, 1.0, 4.0, 8192.0))
+    ratio = scaled / plain_ones
+    turns = 8192 * plain_ones / (2 * np.pi)
+    assert (ratio[turns > 4] == 1).all()
+    assert_close(ratio[turns < 1], np.full((turns < 1).sum(), 1 / 8), 1e-15, "slow")
+    between = ratio[(turns >= 1) & (turns <= 4)]
+    assert len(between)
+    assert ((between > 1 / 8) & (between < 1)).all()

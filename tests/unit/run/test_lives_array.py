@@ -1,0 +1,104 @@
+"""The covering arrays of tests.helpers.lives: no setting and no legal pair is left out."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from mpipar.config.sections import FIELDS
+from tests.helpers.lives import kept
+from tests.helpers.lives.array import Completion, Coverage, kind_of, pairs
+from tests.helpers.lives.choices import (
+    BASE,
+    BASE_OF,
+    CHOICES,
+    OUTSIDE,
+    refusals,
+    small_choices,
+    words_of,
+)
+
+FEW = {
+    name: CHOICES[name]
+    for name in (
+        "dp",
+        "tp",
+        "arch",
+        "activation",
+        "sequence_parallel",
+        "tp_matmul",
+        "zero",
+    )
+}
+
+
+def test_each_setting_is_a_choice_or_stands_outside_with_its_reason():
+    """A new flag must join one of the lists: else no life has it."""
+    base = {*BASE, *(name for settings in BASE_OF.values() for name in settings)}
+    assert FIELDS.keys() == {*CHOICES, *base, *OUTSIDE}
+
+
+def test_the_kept_arrays_hold_each_value_and_each_pair():
+    """What the ranks of the sessions live. A choice or value that is new asks for a new array."""
+    arrays = kept.read()
+    assert all(not refusals(case) for case in arrays["pairs"])
+    assert all(not refusals(case, 2) and case["dtype"] == "float64" for case in arrays["few"])
+    coverage, illegal = Coverage(), np.zeros_like(Coverage().seen)
+    for case in arrays["pairs"]:
+        coverage.add(case)
+    for part, _ in arrays["illegal"]:
+        illegal[tuple(coverage.places(part))] = True
+    assert (coverage.seen | illegal)[coverage.different()].all()
+    assert not (coverage.seen & illegal).any()
+    for name, values in small_choices().items():
+        lived = {case[name] for case in arrays["few"]}
+        legal = {value for value in values if Completion(small_choices(), 2).of({name: value})}
+        assert lived == legal, name
+
+
+@pytest.fixture(scope="module")
+def found():
+    return pairs(FEW)
+
+
+@pytest.mark.slow
+def test_each_pair_occurs_or_each_case_with_it_is_refused(found):
+    cases, illegal = found
+    assert all(not refusals(case) for case in cases)
+    whole = [dict(zip(FEW, values, strict=True)) for values in itertools.product(*FEW.values())]
+    legal = [case for case in whole if not refusals(case)]
+
+    def in_some(part, those):
+        return any(part.items() <= case.items() for case in those)
+
+    parts = [
+        {one: a, other: b}
+        for one, other in itertools.combinations(FEW, 2)
+        for a, b in itertools.product(FEW[one], FEW[other])
+    ]
+    assert [part for part in parts if in_some(part, legal)] == [
+        part for part in parts if in_some(part, cases)
+    ]
+    refused = [part for part, _ in illegal]
+    assert len(refused) == len(parts) - sum(in_some(part, legal) for part in parts)
+    assert not any(in_some(part, legal) for part in refused)
+    assert len(cases) < len(legal) / 10
+
+
+def test_refusals_are_those_of_mpipar(found):
+    why = {tuple(part.items()): text for part, text in found[1]}
+    assert "--tp-matmul" in why[("sequence_parallel", None), ("tp_matmul", "ring")]
+    assert kind_of("--heads 4: must be a multiple of tp 3; use 6") == kind_of(
+        "--heads 8: must be a multiple of tp 5; use 10"
+    )
+
+
+def test_settings_are_typed_as_a_user_does():
+    assert words_of({"dp": 2, "tied": False, "check_comm": True, "stage_layers": (3, 1)}) == [
+        "--dp",
+        "2",
+        "--no-tied",
+        "--check-comm",
+        "--stage-layers",
+        "3,1",
+    ]

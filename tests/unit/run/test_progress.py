@@ -1,0 +1,206 @@
+"""The progress line, which rewrites itself: what the screen shows, and that nothing is mangled."""
+
+import errno
+import fcntl
+import io
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+import threading
+
+import pytest
+from program import LIMIT, PROGRAM, environment
+from short_runs import TINY
+
+from mpipar.run.console import progress as progress_module
+from mpipar.run.console.output import Log, warn
+from mpipar.run.console.progress import progress
+
+
+def screen(text):
+    """The lines that a terminal shows after a text; it knows line feeds, returns and ESC [ K."""
+    lines, column = [""], 0
+    for piece in re.findall(r"\r|\n|\x1b\[K|[^\r\n\x1b]+", text):
+        if piece == "\n":
+            lines.append("")
+            column = 0
+        elif piece == "\r":
+            column = 0
+        elif piece == "\x1b[K":
+            lines[-1] = lines[-1][:column]
+        else:
+            lines[-1] = lines[-1][:column].ljust(column) + piece + lines[-1][column + len(piece) :]
+            column += len(piece)
+    return lines
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def open_terminal(monkeypatch):
+    """From its call on, standard output and error are one terminal."""
+
+    def start(made=None):  # not before: pytest sets both streams at the start of a test
+        made = made or Terminal()
+        monkeypatch.setattr("sys.stdout", made)
+        monkeypatch.setattr("sys.stderr", made)
+        monkeypatch.setenv("TERM", "xterm")
+        return made
+
+    return start
+
+
+def at_once(steps=9):
+    """A progress line of which no update is left out."""
+    return progress("train", steps, "step", mininterval=0, miniters=1)
+
+
+def shown(terminal):
+    return [line.rstrip() for line in screen(terminal.getvalue())]
+
+
+def test_the_emulator_sees_a_mangled_line(open_terminal):
+    """The twin: what does not go through the log follows the line on its row."""
+    terminal = open_terminal()
+    with at_once() as line:
+        line.update()
+        print("short")
+        assert not shown(terminal)[0].startswith("short")
+
+
+def test_threads_do_not_mix_their_texts(open_terminal):
+    """Steps in one thread, warnings in three others: each line is whole."""
+    terminal = open_terminal()
+    with at_once(200) as line:
+
+        def warns(name):
+            for number in range(50):
+                warn(f"{name} {number}")
+
+        threads = [threading.Thread(target=warns, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            line.update()
+        for thread in threads:
+            thread.join()
+    assert sorted(filter(None, shown(terminal))) == sorted(
+        f"mpipar: warning: {name} {number}" for name in "abc" for number in range(50)
+    )
+
+
+class Pipe(io.StringIO):
+    encoding = "utf-8"
+
+
+@pytest.mark.parametrize("seconds", [0, 3600])
+def test_where_there_is_no_terminal_a_line_comes_only_now_and_then(
+    seconds, open_terminal, monkeypatch
+):
+    pipe = open_terminal(Pipe())
+    monkeypatch.setattr(progress_module, "SECONDS", seconds)
+    with progress("text", 50, "B") as line:
+        for _ in range(50):
+            line.update()
+    found = pipe.getvalue().splitlines()
+    assert "\r" not in pipe.getvalue()
+    assert bool(found) == (seconds == 0)
+    assert all(one.startswith("text: ") for one in found)
+
+
+@pytest.mark.parametrize("patience", [-1, 3600])
+def test_a_checkpoint_that_takes_long_has_a_line(patience, open_terminal, monkeypatch):
+    pipe = open_terminal(Pipe())
+    monkeypatch.setattr(progress_module, "SECONDS", 0)
+    monkeypatch.setattr(progress_module, "PATIENCE_SECONDS", patience)
+    assert b"".join(progress_module.watched("checkpoint", [b"ab", b"cd", b"e"], 5)) == b"abcde"
+    found = pipe.getvalue().splitlines()
+    assert [one.split()[:2] for one in found[:1]] == [["checkpoint:", "40%|####"]] * (patience < 0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "term", "kind", "taken"),
+    [
+        (0, "xterm", Terminal, True),
+        (0, "dumb", Terminal, False),
+        (0, "xterm", Pipe, False),
+        (1, "xterm", Terminal, False),
+    ],
+)
+def test_when_steps_have_a_line(rank, term, kind, taken, open_terminal, monkeypatch):
+    open_terminal(kind())
+    monkeypatch.setenv("TERM", term)
+    log = Log(rank)
+    with log.steps(0, 9):
+        assert (log.line is not None) == taken
+    assert log.line is None
+
+
+@pytest.mark.parametrize("kind", [Terminal, Pipe])
+def test_a_reader_that_is_gone_ends_nothing(kind, open_terminal, monkeypatch):
+    def gone(self, text):
+        raise OSError(errno.EIO if kind is Terminal else errno.EPIPE, "gone")
+
+    open_terminal(kind())
+    monkeypatch.setattr(progress_module, "SECONDS", 0)
+    with at_once() as line:
+        line.update()
+        monkeypatch.setattr(kind, "write", gone)
+        line.update()
+        warn("nobody reads this")
+
+
+# --- a run in a pseudo-terminal
+
+
+def in_terminal(argv, folder, columns=80):
+    """What a program writes to a terminal of so many columns, as text; it must end with 0."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    process = subprocess.Popen(
+        [*map(str, argv)],
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        cwd=folder,
+        env=environment() | {"TERM": "xterm"},
+    )
+    os.close(its)
+    timer, found = threading.Timer(LIMIT, process.kill), b""
+    timer.start()
+    try:
+        while piece := os.read(ours, 65536):
+            found += piece
+    except OSError:  # on Linux the end of a terminal is an error
+        pass
+    os.close(ours)
+    code = process.wait()
+    timer.cancel()
+    text = found.decode().replace("\r\n", "\n")
+    assert code == 0, text
+    return text
+
+
+WORDS = [*TINY, "--steps", 60, "--eval-interval", 20, "--save-interval", 25, "--log-interval", 10]
+
+
+def test_a_run_at_a_terminal(text_folder):
+    """The screen holds what log.txt holds, but for the lines of steps; of these only the last."""
+    text = in_terminal([*PROGRAM, "train", *WORDS, "--out", "run"], text_folder, columns=60)
+    log = (text_folder / "run" / "log.txt").read_text().splitlines()
+    steps = [line for line in log if re.match(r"step +\d+/60 loss", line)]
+    assert len(steps) == 7
+    assert [line.rstrip() for line in screen(text) if line.strip()][:200] == [
+        line for line in log if line and line not in steps[:-1]
+    ]
+    lines = re.findall(r"\r(train: [^\r\n]+)", text)
+    assert lines
+    assert max(map(len, lines)) <= 60
