@@ -19,6 +19,7 @@ from mpipar.errors import EXIT_OK, UsageError, broken
 from mpipar.models.decoder import ENTRY
 from mpipar.ops.shape_array import labels_of
 from mpipar.run.console.tables import (
+    WIDTH,
     barriers,
     describe_stage,
     holding,
@@ -26,6 +27,7 @@ from mpipar.run.console.tables import (
     nbytes,
     short_count,
     table,
+    table_with_words,
 )
 from mpipar.run.data.rows import rows_per_microbatch
 from mpipar.run.files.text import counted
@@ -38,7 +40,6 @@ from mpipar.study.plan.of_config import step_of
 from mpipar.study.plan.report import PARTS
 from mpipar.train.build import configured_schedule
 
-WIDTH = 100  # characters per line of text
 FORMS = """\
 calls and bytes sent per step, and for one block and microbatch, beside the closed forms
 (L blocks here, R of them recomputed, m microbatches, q ranks in the group):"""
@@ -75,7 +76,8 @@ def run(context: Context) -> int:
     else:
         print_rank(config, schedule, predict(config, args.rank or 0), args.all)
     if machine:
-        print(step_words_on(machine.name, step_of(config, machine)))
+        text = step_words_on(machine.name, step_of(config, machine))
+        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     return EXIT_OK
 
 
@@ -176,11 +178,12 @@ def print_rank(config, schedule, prediction, every_call: bool) -> None:
     print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     if len(prediction.groups.get("expert", ())) > 1:
         worst = predict(config, prediction.world_rank, worst_case=True)
-        print(
+        text = (
             f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
             f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}"
         )
-        print(formulas.expert_rows(config))
+        print(textwrap.fill(text, WIDTH))
+        print(textwrap.fill(formulas.expert_rows(config), WIDTH))
     if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
         print(f"that is more than --memory-limit {limit} ({nbytes(limit)})")
 
@@ -251,18 +254,10 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
     for axis, own in groups.items():
         formula, count, text, size = expected.get(axis, formulas.Expected())
         sent = nbytes(sum(one.wire_bytes for one in own))
-        rows.append(((axis, "calls", len(own), "" if count is None else count), formula))
-        rows.append(((axis, "sent", sent, "" if size is None else nbytes(size)), text))
-    return beside(("axis", "of a step", "counted", "closed form"), rows, left=2)
-
-
-def beside(head: tuple, rows: list[tuple[tuple, str]], left: int = 1) -> str:
-    """Return a table with words beside each row; below it, if that would be too wide."""
-    lines, *more = table([head, *(cells for cells, _ in rows)], left).splitlines()
-    for line, (_, words) in zip(more, rows, strict=True):
-        gap = "  " if len(line) + len(words) + 2 <= WIDTH else "\n    "
-        lines += f"\n{line}{gap}{words}".rstrip()
-    return lines
+        rows.append((axis, "calls", len(own), "" if count is None else count, formula))
+        rows.append((axis, "sent", sent, "" if size is None else nbytes(size), text))
+    head = ("axis", "of a step", "counted", "closed form", "")
+    return table_with_words([head, *rows], left=2)
 
 
 def memory_forms(prediction, config) -> str:
@@ -272,10 +267,10 @@ def memory_forms(prediction, config) -> str:
     kept = (one[field][1] for field in ("stash_bytes", "kept_bytes"))
     found = prediction.peak_bytes | dict(zip(parts, kept, strict=True))
     rows = [
-        ((label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size)), text)
+        (label, nbytes(found.get(label, 0)), "" if size is None else nbytes(size), text)
         for label, (text, size) in (forms | parts).items()
     ]
-    return beside(("", "bytes", "closed form"), rows)
+    return table_with_words([("", "bytes", "closed form", ""), *rows])
 
 
 COMMAND = Command(

@@ -28,7 +28,7 @@ from mpipar.study.plan.job import STACKS, Shape
 from mpipar.study.plan.machine import load_machine, machine_names
 from mpipar.study.plan.memory import GIB
 from mpipar.study.plan.report import Job, as_dict, report
-from mpipar.study.plan.search import SCHEDULES, Question, search
+from mpipar.study.plan.search import SCHEDULES, Question, search, with_own_step
 
 FORMATS = ("bfloat16", "float16", "float32")
 FREE = 5  # percent of a device's memory that is left free
@@ -187,7 +187,7 @@ def question_of(args: Arguments, job: Job) -> Question:
     if wrong:
         raise UsageError(wrong)
     gib = args.memory_limit / GIB if args.memory_limit else machine.memory_gib
-    return Question(
+    question = Question(
         Shape.of(replace(model, seq_len=tokens).completed()),
         machine.with_dtype(dtype),
         args.ranks,
@@ -196,8 +196,8 @@ def question_of(args: Arguments, job: Job) -> Question:
         batch,
         fixed,
         dtype,
-        job.config,
     )
+    return with_own_step(question, job.config)
 
 
 def job_of(text: str) -> Job:

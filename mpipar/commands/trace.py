@@ -7,7 +7,7 @@ from pathlib import Path
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
 from mpipar.errors import EXIT_OK, UsageError
-from mpipar.run.console.tables import table
+from mpipar.run.console.tables import WIDTH, table
 from mpipar.run.files.text import counted, harmless
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules.bubble import bubble_table
@@ -15,7 +15,6 @@ from mpipar.study.trace import html, perfetto, pop
 from mpipar.study.trace.analysis import CATEGORIES, Analysis, barrier_cells, cause_rows, rank_rows
 from mpipar.study.trace.timeline import median_step, timeline
 
-WIDTH = 100  # characters per line of text
 MOST = 12  # causes of waiting
 
 

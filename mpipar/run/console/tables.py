@@ -1,5 +1,6 @@
 """The tables and lines that a training run prints, as plain text built from plain values."""
 
+import textwrap
 from collections import defaultdict
 
 from mpipar import models
@@ -10,6 +11,7 @@ from mpipar.config.model import ModelConfig
 from mpipar.models.decoder import CUT, ENTRY
 from mpipar.run.files.text import counted
 
+WIDTH = 100  # characters per line of text
 BARRIER = ("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step")
 
 
@@ -25,6 +27,23 @@ def table(rows: list[tuple], left: int = 1) -> str:
         ]
         lines.append("  ".join(parts).rstrip())
     return "\n".join(lines)
+
+
+def table_with_words(rows: list[tuple], left: int = 1) -> str:
+    """Return a table whose last column is words: they go on in further lines where they are long.
+
+    left: see `table`.
+    """
+    lines = table([(*cells, "|") for *cells, _ in rows], left).splitlines()
+    indent = " " * (len(lines[0]) - 1)
+    fill = textwrap.TextWrapper(
+        WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    found = []
+    for line, (*_, words) in zip(lines, rows, strict=True):
+        fill.initial_indent = line[:-1]
+        found.append(fill.fill(str(words)) or line[:-1].rstrip())
+    return "\n".join(found)
 
 
 def nbytes(count: float) -> str:
@@ -230,7 +249,7 @@ def barriers(facts: list[list], steps: int, timed: bool = True) -> str:
 def overlap(name: str, facts: list[tuple[int, int]]) -> str | None:
     """Return how much of the messages' flight time was overlapped with computation.
 
-    facts: see `trace.flight.flight_ns`. None if there were no such messages.
+    facts: see `flight.flight_ns`. None if there were no such messages.
     """
     flight, hidden = (sum(values) for values in zip(*facts, strict=True))
     if not flight:

@@ -6,12 +6,12 @@ posting messages, and waiting for a core where ranks share cores. A step lasts f
 pipeline span to the end of its optimizer span.
 """
 
+import textwrap
 from bisect import bisect_right
 from collections import Counter
 
 from mpipar.comm.record import COMPUTE
-from mpipar.run.console.tables import table
-from mpipar.run.files.text import counted
+from mpipar.run.console.tables import WIDTH, table
 
 
 def share_facts(recorder) -> dict[str, float]:
@@ -58,13 +58,16 @@ def share_table(facts: list[dict], places: list[str]) -> str:
 def crowded(hosts: list[str], cores: list[int]) -> str | None:
     """Return a remark on hosts with more ranks than cores, or None.
 
-    hosts, cores: of every rank.
+    hosts: of every rank. cores: that the ranks of its host may run on.
     """
     ranks = Counter(hosts)
     told = ", ".join(
-        f"{ranks[host]} ranks share {counted(have, 'core')} of {host}"
+        f"{host}: {ranks[host]} ranks share {have} core(s)"
         for host, have in dict(zip(hosts, cores, strict=True)).items()
         if ranks[host] > have
     )
-    words = "expect ranks to wait for each other's core most\nof the time; with a core for each"
-    return f"{told}: {words} rank they do not" if told else None
+    words = (
+        "so ranks also wait for each other's core: the times show the order of the work, not the"
+        " speed of a machine with a core for each rank"
+    )
+    return textwrap.fill(f"{told}, {words}", WIDTH) if told else None

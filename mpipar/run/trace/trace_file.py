@@ -15,6 +15,7 @@ import json
 import math
 import os
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
 from mpipar.run.console.series import read_lines
 from mpipar.run.console.tables import describe_stage
+from mpipar.run.console.time_shares import crowded
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import decode_json, open_regular, parse_json, problems_as, read_json
 from mpipar.run.files.replace import replace_file
@@ -99,26 +101,20 @@ class Trace:
         axes = [axis for axis in self.meta["rank_order"] if self.meta["layout"][axis] > 1]
         return " ".join(f"{axis}{rank.place[axis]}" for axis in axes) or "one rank"
 
-    def crowded(self) -> list[str]:
-        """Return the hosts with more ranks than cores, in words."""
-        found = []
-        for host in sorted({rank.host for rank in self.ranks}):
-            here = [rank for rank in self.ranks if rank.host == host]
-            cores = set().union(*(rank.cores for rank in here))
-            if cores and len(here) > len(cores):
-                found.append(f"{host}: {len(here)} ranks share {len(cores)} core(s)")
-        return found
+    def crowded(self) -> str | None:
+        """Return a remark on hosts with more ranks than cores, or None."""
+        cores: dict[str, set[int]] = defaultdict(set)
+        for rank in self.ranks:
+            cores[rank.host].update(rank.cores)
+        hosts = [rank.host for rank in self.ranks]
+        return crowded(hosts, [len(cores[host]) or len(hosts) for host in hosts])
 
     def remarks(self) -> list[str]:
         """Return the caveats that a reader must know before trusting the numbers."""
         failed = not all(rank.complete for rank in self.ranks)
         alone = self.num_steps == 1 < len(self.ranks)
-        why = (
-            "so ranks also wait for each other's core: the times show the order of the work, not"
-            " the speed of a machine with a core for each rank"
-        )
         return [
-            *[f"{', '.join(crowded)}, {why}" for crowded in [self.crowded()] if crowded],
+            *filter(None, [self.crowded()]),
             *["the run failed in the last step that is shown"] * failed,
             *["one step is traced: what is slow in every step shows only with several"] * alone,
         ]

@@ -207,7 +207,7 @@ class Layout(NamedTuple):
         """Return the blocks of each stage; the remainder goes to the middle, away from the ends."""
         share, left = divmod(layers, self.stages)
         first = (self.stages - left) // 2
-        return tuple(share + (first <= stage < first + left) for stage in range(self.stages))
+        return (share,) * first + (share + 1,) * left + (share,) * (self.stages - first - left)
 
     def blocks_by_rank(self, layers: int) -> tuple[int, ...]:
         """Return the blocks of each pipeline rank, of all its stages."""

@@ -90,7 +90,7 @@ def in_flight(schedule: str, pp: int, chunks: int, rank: int, m: int) -> list[tu
     family = BY_NAME[schedule]
     waiting, pending = 0, 0
     most: dict[int, int] = {}
-    for instr in family.order(pp, rank, min(m, STEADY * pp), *(chunks,) if family.looped else ()):
+    for instr in family.order(pp, rank, m, *(chunks,) if family.looped else ()):
         for kind, _, _ in parts(instr):
             waiting += {"F": 1, "W": 0}.get(kind, -1)
             pending += (kind == "I") - (kind == "W")
@@ -140,7 +140,7 @@ def by_rank(
     order, last = (layout.schedule, layout.pp, layout.chunks), layout.pp - 1
     found, later = {}, stash.later / stash.kept
     for rank in sorted({0, min(1, last), max(last - 1, 0), last}):
-        pairs = flights(*order, rank, layout.num_microbatches)
+        pairs = flights(*order, rank, min(layout.num_microbatches, STEADY * layout.pp))
         flight = max(waiting + later * pending for pending, waiting in pairs)
         found[rank] = memory_of(shape, layout, stack, rank, blocks[rank], stash, flight)
     return found

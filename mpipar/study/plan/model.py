@@ -8,7 +8,9 @@ is waited for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from itertools import accumulate
 from typing import NamedTuple
 
 from mpipar.study.plan.job import Layout, Segment, Shape, Stack, segments
@@ -25,8 +27,12 @@ SLOWED = 0.5  # seconds that computing loses per second of what is sent beside i
 SUM_OF_PARTS = 1.2  # time of reduce-scatter + all-gather over one all-reduce of the same bytes
 BARRIER = 0.07  # launch of a barrier over launches of a block's forward: chosen on steps
 UNALIGNED = 2.5  # time of a matmul over a vocabulary that is no multiple of 8: chosen on steps
-# The bubbles of published schedules. zb-2p has none: a step begins before the last has ended.
-BUBBLES = {"none": FULL, "zb-1p": POSTPONED, "zb-2p": Form("0", lambda n: 0)}
+# The bubbles of schedules, published ones too. zb-2p has none: a step begins before the last ends.
+BUBBLES = {name: forms.bubble for name, forms in FORMS.items() if forms.bubble} | {
+    "none": FULL,
+    "zb-1p": POSTPONED,
+    "zb-2p": Form("0", lambda n: 0),
+}
 BEYOND = 2.0  # points of MFU by which a plan may exceed the best measured step of its device
 
 
@@ -251,10 +257,8 @@ def step_time(
     m, blocks = layout.num_microbatches, layout.blocks_by_rank(shape.layers)
     each = block.f.plus(block.i, block.w)
     many = each.total + block.again.total
-    busy = [
-        m * (many * count + block.head.total * (rank == layout.last_rank))
-        for rank, count in enumerate(blocks)
-    ]
+    busy = [m * many * count for count in blocks]
+    busy[layout.last_rank] += m * block.head.total
     rank = max(range(layout.pp), key=busy.__getitem__)
     if pipeline is None:
         pipeline = closed(shape, layout, block, busy)
@@ -287,19 +291,10 @@ def step_time(
 
 def capped(shape: Shape, layout: Layout, machine: Machine, step: Step) -> Step:
     """Return the step, which is not promised to use more of the device than was ever measured."""
-    if not machine.best_mfu:
-        return step
     flops = shape.step_flops(layout.dp * layout.rows * layout.num_microbatches)
-    most = (machine.best_mfu + BEYOND) / 100
+    most = (machine.best_mfu + BEYOND) / 100 if machine.best_mfu else math.inf
     least = flops / (most * layout.ranks * machine.peak_tflops[machine.dtype_16] * 1e12)
     return step._replace(capped=max(0.0, least - step.total))
-
-
-def bubble_of(schedule: str) -> Form:
-    """Return the formula of a schedule's bubble; those of published runs have their own."""
-    bubble = BUBBLES[schedule] if schedule in BUBBLES else FORMS[schedule].bubble
-    assert bubble is not None, schedule
-    return bubble
 
 
 def closed(shape: Shape, layout: Layout, block: Block, busy: list[float]) -> float:
@@ -309,8 +304,8 @@ def closed(shape: Shape, layout: Layout, block: Block, busy: list[float]) -> flo
     """
     m, again = layout.num_microbatches, block.i.total + block.again.total
     letters = Letters(2, m, 1, block.f.total, again, block.w.total)
-    each, counts = bubble_of(layout.schedule).value(letters), layout.blocks_of(shape.layers)
-    waits = [sum(counts[:rank]) * each for rank in range(layout.pp)]
+    each, counts = BUBBLES[layout.schedule].value(letters), layout.blocks_of(shape.layers)
+    waits = [before * each for before in accumulate(counts[: layout.pp - 1], initial=0)]
     if layout.family.split:
         waits = [waits[-1]] * layout.pp
     return max(wait + own for wait, own in zip(waits, busy, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import textwrap
 from importlib.resources import files
 from itertools import zip_longest
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from mpipar.comm.grid import AXES
 from mpipar.config.layout import sizes_text, typed
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
-from mpipar.run.console.tables import short_count, table
+from mpipar.run.console.tables import WIDTH, short_count, table, table_with_words
 from mpipar.run.files.text import counted
 from mpipar.study.plan.job import Layout, utilization
 from mpipar.study.plan.memory import GIB
@@ -40,7 +41,7 @@ SLOWER = {  # two rows of sensitivity: what the answer would be on a machine wit
     "a network between nodes half as fast": {"outer": 0.5},
     "links in a node half as fast": {"inner": 0.5},
 }
-WIDTH = 90  # of a line of a command
+LONGEST = 90  # characters per line of a command
 FACTORS = (2, 4, 8, 16, 32, 64)  # of the number of devices, to try where nothing fits
 
 
@@ -59,6 +60,7 @@ def report(question: Question, plan: Plan, job: Job) -> str:
         f" {counted(question.batch_size, 'sequence')} of {shape.tokens} tokens a step, on"
         f" {question.ranks} x {machine.name} ({machine.basis})"
     )
+    head = textwrap.fill(head, WIDTH)
     if not plan.best:
         return "\n\n".join([impossible(question, plan), head, rejections(plan)])
     best = plan.best[0]
@@ -86,13 +88,14 @@ def verdict(question: Question, plan: Plan) -> str:
         words_of(best.layout),
         (
             f"{best.step.total:.4g} s a step, {short_count(tokens)} tokens/s, MFU up to"
-            f" {share:.1f} % ({beside}{'; this is beyond any published run' * (0 < known < share)})"
+            f" {share:.1f} % ({beside})"
         ),
         (
             f"{best.memory.total / GIB:.1f} of {question.gib:.1f} GiB on the fullest rank ({how});"
             f" bound by {PARTS[bound_by(best.step)]}"
         ),
     ]
+    lines += ["the MFU is beyond any published run"] * (0 < known < share)
     if plan.tied:
         lines.append(
             f"{words_of(plan.tied.layout)} is as fast within the model's error"
@@ -100,7 +103,7 @@ def verdict(question: Question, plan: Plan) -> str:
             f" {nodes_of_data(question, plan.tied.layout)} nodes instead of"
             f" {nodes_of_data(question, best.layout)}"
         )
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
 def mfu(question: Question, one: Candidate) -> float:
@@ -141,18 +144,18 @@ def parts_table(best: Candidate) -> str:
 
 def ranking(question: Question, plan: Plan) -> str:
     """Return the layouts with the model's step, memory and the reason why they are not first."""
-    rows = [("layout", "model's s a step", "MFU %", "GiB", "why not first")]
-    rows += [
-        (
-            words_of(one.layout),
-            f"{one.step.modelled:.4g}",
-            f"{100 * mfu(question, one):.1f}",
-            f"{one.memory.total / GIB:.1f}",
-            "" if one is plan.best[0] else why_not(question, plan.best[0], one),
+    rows = [("model's s a step", "MFU %", "GiB", "layout: why not first")]
+    for number, one in enumerate(plan.best):
+        reason = f": {why_not(question, plan.best[0], one)}" if number else ""
+        rows.append(
+            (
+                f"{one.step.modelled:.4g}",
+                f"{100 * mfu(question, one):.1f}",
+                f"{one.memory.total / GIB:.1f}",
+                words_of(one.layout) + reason,
+            )
         )
-        for one in plan.best
-    ]
-    return table(rows)
+    return table_with_words(rows, left=0)
 
 
 def why_not(question: Question, first: Candidate, other: Candidate) -> str:
@@ -170,22 +173,21 @@ def why_not(question: Question, first: Candidate, other: Candidate) -> str:
 
 def sensitivity(question: Question, plan: Plan) -> str:
     """Return what the step would be, and which layout would be first, on slower links."""
-    rows = [("with", "model's s of this layout", "first layout then", "its s a step")]
+    lines = []
     for name, change in SLOWER.items():
         if question.ranks <= (question.machine.per_node if "outer" in change else 1):
             continue
         asked = question._replace(machine=question.machine.with_links(**change))
         layout, best = plan.best[0].layout, search(asked, 1).best[0]
         same = step_time(question.shape, layout, asked.machine, question.stack).modelled
-        rows.append(
-            (
-                name,
-                f"{same:.4g}",
-                "the same" if best.layout == layout else words_of(best.layout),
-                f"{best.step.modelled:.4g}",
-            )
+        then = (
+            "it stays first"
+            if best.layout == layout
+            else f"first is {words_of(best.layout)} with {best.step.modelled:.4g} s"
         )
-    return table(rows) if len(rows) > 1 else ""
+        text = f"with {name} its step takes {same:.4g} s by the model, and {then}"
+        lines.append(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+    return "\n".join(lines)
 
 
 def rejections(plan: Plan) -> str:
@@ -227,7 +229,7 @@ def command_line(question: Question, job: Job, one: Candidate) -> str:
     ]
     lines = [f"mpiexec -n {question.ranks} mpipar train {job.flags} {typed(one.layout._asdict())}"]
     for word in words:
-        if len(lines) == 1 or len(lines[-1]) + len(word) > WIDTH:
+        if len(lines) == 1 or len(lines[-1]) + len(word) > LONGEST:
             lines.append(word)
         else:
             lines[-1] += f" {word}"
@@ -247,18 +249,19 @@ def as_typed(name: str, value: object) -> str:
 def confidence(question: Question, best: Candidate) -> str:
     """Return the evidence for the stack, and the published runs that are most like the answer."""
     stack = question.stack
-    line = (
+    line = textwrap.fill(
         f"how sure: half of the stack's published steps are within {stack.spread:g} % of the model;"
-        f" {stack.evidence}"
+        f" {stack.evidence}",
+        WIDTH,
     )
     if question.shape.experts:
-        return f"{line}; no published step here is of a model with experts"
+        return f"{line}\nno published step here is of a model with experts"
     rows = [("published runs that are most like it", "measured s", "MFU %", "source")]
     rows += [
         (one["job"], one["step_s"], one["mfu_percent"], one["source"])
         for one in nearest_runs(question, best.layout)
     ]
-    return f"{line}\n{table(rows)}"
+    return f"{line}\n{table_with_words(rows)}"
 
 
 def nearest_runs(question: Question, layout: Layout, count: int = 3) -> list[dict[str, str]]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import NamedTuple
 
 from mpipar.config.layout import cuts_heads, divisors
@@ -35,7 +35,7 @@ LONG = 8192  # tokens from which cutting a sequence pays off
 class Question(NamedTuple):
     """What is asked. gib: memory that a rank may use. fixed: fields of a Layout that are given.
 
-    config: names the model, for mpipar's own step on shapes; None without one.
+    on_shapes: returns what a layout keeps in mpipar's own step; None without one.
     """
 
     shape: Shape
@@ -46,7 +46,7 @@ class Question(NamedTuple):
     batch_size: int
     fixed: dict[str, object]
     dtype: str = "bfloat16"
-    config: Config | None = None
+    on_shapes: Callable[[Layout], Memory] | None = None
 
 
 class Candidate(NamedTuple):
@@ -117,16 +117,20 @@ def cuts(question: Question, rejected: Counter) -> Iterator[Layout]:
     fixed, stack, experts = question.fixed, question.stack, question.shape.experts or 1
     for dp, pp, cp, tp in axes(question, rejected):
         share, data = question.batch_size // dp, dp * cp
-        for rows, recompute, zero, parallel, ep in itertools.product(
+        differ = dp > 1 and pp > 1 and question.ranks > question.machine.per_node
+        for rows, recompute, zero, parallel, ep, outer in itertools.product(
             [rows for rows in divisors(share) if rows <= MOST_ROWS],
             given(fixed, "recompute", ("none", "block")),
             given(fixed, "zero", stack.zeros if data > 1 else (0,)),
             (False, True) if tp > 1 else (False,),
             [ep for ep in divisors(math.gcd(experts, data)) if fixed.get("ep", ep) == ep],
+            ("pp", "dp") if differ else ("pp",),
         ):
             m, alone = share // rows, zero and data == 1
             if allowed(rejected, (alone, "zero needs two ranks of dp x cp to share")):
-                yield Layout(dp, pp, cp, tp, rows, m, "1f1b", 1, parallel, recompute, zero, ep=ep)
+                yield Layout(
+                    dp, pp, cp, tp, rows, m, "1f1b", 1, parallel, recompute, zero, outer, ep
+                )
 
 
 def given(fixed: dict, name: str, choices: tuple) -> tuple:
@@ -160,25 +164,24 @@ def search(question: Question, count: int = 5) -> Plan:
     rejected: Counter = Counter()
     best: dict[tuple, Candidate] = {}
     least, seen, flights = None, 0, cache(in_flight)
-    for cut in cuts(question, rejected):
-        ways = [(one, block_of(shape, one, machine, stack)) for one in orders(question, cut)]
-        known = best.get(cut.grid)
-        if known and known.step.modelled <= min(computing(shape, *way) for way in ways):
-            continue  # no schedule makes it the best of its grid
+    ways = [(cut, block_of(shape, cut, machine, stack)) for cut in cuts(question, rejected)]
+    for cut, block in sorted(ways, key=lambda way: computing(shape, *way)):
+        seconds = computing(shape, cut, block)
         for schedule, chunks in schedules(question, cut.pp, cut.num_microbatches, rejected):
+            known = best.get(cut.grid)
+            if known and known.step.modelled <= seconds:
+                break  # no schedule makes it the best of its grid
             seen += 1
-            memory = fullest(shape, cut._replace(schedule=schedule, chunks=chunks), stack, flights)
-            if memory.total > question.gib * GIB:
-                rejected["does not fit in memory"] += 1
-                if least is None or memory.total < least.memory.total:
-                    layout = cut._replace(schedule=schedule, chunks=chunks)
-                    least = Candidate(layout, step_time(shape, layout, machine, stack), memory)
+            layout = cut._replace(schedule=schedule, chunks=chunks)
+            step = step_time(shape, layout, machine, stack, block)
+            if known and known.step.modelled <= step.modelled:
                 continue
-            for one, block in ways:
-                layout = one._replace(schedule=schedule, chunks=chunks)
-                step, known = step_time(shape, layout, machine, stack, block), best.get(cut.grid)
-                if known is None or step.modelled < known.step.modelled:
-                    best[cut.grid] = Candidate(layout, step, memory)
+            candidate = Candidate(layout, step, fullest(shape, layout, stack, flights))
+            if candidate.memory.total <= question.gib * GIB:
+                best[cut.grid] = candidate
+                continue
+            rejected["does not fit in memory"] += 1
+            least = min(least or candidate, candidate, key=lambda one: one.memory.total)
     ranked = sorted(best.values(), key=lambda one: one.step.modelled)
     chosen = fewest_nodes_first(question, ranked, rejected)
     fastest = min(chosen, key=lambda one: one.step.modelled, default=None)
@@ -195,12 +198,6 @@ def computing(shape: Shape, layout: Layout, block: Block) -> float:
     """Return the least seconds that a layout's busiest rank computes, whatever the schedule."""
     each = block.f.total + block.i.total + block.w.total + block.again.total
     return layout.num_microbatches * shape.layers / layout.pp * each
-
-
-def orders(question: Question, layout: Layout) -> list[Layout]:
-    """Return the layout with its pipeline outermost, and with its replicas outermost."""
-    differ = layout.dp > 1 and layout.pp > 1 and layout.ranks > question.machine.per_node
-    return [layout, layout._replace(outer="dp")] if differ else [layout]
 
 
 def nodes_of_data(question: Question, layout: Layout) -> int:
@@ -220,23 +217,30 @@ def fewest_nodes_first(
         near = [one for one in ranked if one.step.modelled <= close]
         chosen = min(near, key=lambda one: nodes_of_data(question, one.layout))
         ranked = [one for one in ranked if one is not chosen]
-        if question.config is None or not question.stack.own:
+        if question.on_shapes is None or not question.stack.own:
             return [chosen, *ranked]
-        memory = memory_on_shapes(question, question.config, chosen.layout)
+        memory = question.on_shapes(chosen.layout)
         if memory.total <= question.gib * GIB:
             return [chosen._replace(memory=memory), *ranked]
         rejected["does not fit in memory"] += 1
     return []
 
 
-def memory_on_shapes(question: Question, named: Config, layout: Layout) -> Memory:
+def with_own_step(question: Question, named: Config) -> Question:
+    """Return the question with the memory of mpipar's own step. named: names the model.
+
+    Slower links change no memory, so searches for them find the same layouts measured.
+    """
+    return question._replace(on_shapes=cache(partial(memory_on_shapes, named, question)))
+
+
+def memory_on_shapes(named: Config, question: Question, layout: Layout) -> Memory:
     """Return what mpipar's own step keeps on the rank that is fullest in closed form.
 
-    Two microbatches for each pipeline rank fill it. named: a Config that names the model.
+    Two microbatches for each pipeline rank fill it.
     """
     found = by_rank(question.shape, layout, question.stack)
     few = layout._replace(num_microbatches=min(layout.num_microbatches, 2 * layout.pp))
-    device = question.machine.device
-    config = config_of(named, question.shape, few, question.dtype, device)
+    config = config_of(named, question.shape, few, question.dtype, question.machine.device)
     rank = max(found, key=lambda rank: found[rank].total)
     return on_shapes(resolve(config, layout.ranks)[0], layout, rank)

@@ -16,6 +16,7 @@ WORDS = ("plan", "llama-8b", "--machine", "h100", "--ranks", "16", "--batch-size
 
 def test_a_plan_is_a_command_line_with_reasons():
     text = printed(*WORDS)
+    assert max(map(len, text.splitlines())) <= 100
     first, second, third = text.splitlines()[:3]
     assert first.startswith("dp ")
     assert "(best measured on h100: 55.5 %" in second
@@ -56,10 +57,10 @@ def test_the_command_can_be_typed():
 
 def test_a_step_on_a_machine_is_the_sum_of_its_parts():
     text = printed("explain", "--layout", "dp=2,pp=2", "--machine", "cpu")
-    line = next(one for one in text.splitlines() if one.startswith("predicted step on cpu: "))
-    total, *parts = map(float, re.findall(r"([\d.]+) (?:ms|[a-z])", line))
+    line = text[text.index("predicted step on cpu: ") :]
+    total, *parts = map(float, re.findall(r"([\d.]+)\s+(?:ms|[a-z])", line))
     assert total == pytest.approx(sum(parts), abs=0.05)
-    assert "idle in the pipeline" in line
+    assert "idle in the pipeline" in " ".join(line.split())
 
 
 def test_nothing_fits():
