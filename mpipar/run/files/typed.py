@@ -13,8 +13,8 @@ from mpipar.run.files.text import shown
 def built(kind, value, where: str):
     """Return a JSON value as a value of an annotated type; ValueError says where it does not fit.
 
-    Types: dataclasses, named tuples, tuple[X, ...], tuple[X, X], dict[str, X], X | None, int,
-    float, bool, dict, and str of one line.
+    Types: dataclasses, named tuples, tuple[X, ...], tuple[X, X], dict[str, X], dict[int, X],
+    X | None, int, float, bool, dict, and str of one line.
     """
     if isinstance(kind, types.UnionType):  # X | None
         return None if value is None else built(typing.get_args(kind)[0], value, where)
@@ -26,9 +26,9 @@ def built(kind, value, where: str):
             raise ValueError(f"{where} must have {1 + len(more)} values")
         return tuple(built(inner, one, f"{where}[{place}]") for place, one in enumerate(value))
     if typing.get_origin(kind) is dict:
-        inner = typing.get_args(kind)[1]
+        key, inner = typing.get_args(kind)
         return {
-            built(str, name, f"a name in {where}"): built(inner, one, f"{where}.{name}")
+            key(built(str, name, f"a name in {where}")): built(inner, one, f"{where}.{name}")
             for name, one in _object(value, where).items()
         }
     if is_dataclass(kind) or hasattr(kind, "_fields"):

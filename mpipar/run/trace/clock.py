@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -151,16 +151,3 @@ class CommonClock:
             f"{len(clocks)} clocks: offsets by ping-pong (shortest of {ROUND_TRIPS}), {drift};"
             f" good to +-{self.largest_error_ns() * 1e-3:.1f} us"
         )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the clock as JSON-able values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> CommonClock:
-        """Return the clock that `to_json` described."""
-        before, after = (
-            {int(owner): Sample(**sample) for owner, sample in value[name].items()}
-            for name in ("before", "after")
-        )
-        return cls(tuple(value["owners"]), before, after)

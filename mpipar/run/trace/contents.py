@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mpipar.comm.record import Record, Span
 from mpipar.run.files.typed import built
-from mpipar.run.trace.clock import Sample
+from mpipar.run.trace.clock import CommonClock
 
 
 class LayerOperation(NamedTuple):
@@ -95,15 +95,6 @@ class ScheduleFacts:
 
 
 @dataclass(frozen=True)
-class ClockFacts:
-    """The entry `clock` of meta.json."""
-
-    owners: tuple[int, ...]
-    before: dict[str, Sample]
-    after: dict[str, Sample]
-
-
-@dataclass(frozen=True)
 class Meta:
     """The part of meta.json that is read. model: see `model_config`."""
 
@@ -117,7 +108,7 @@ class Meta:
     model: dict
     batch_size: int
     dtype: str
-    clock: ClockFacts
+    clock: CommonClock
 
 
 def entries(kind, value: dict):

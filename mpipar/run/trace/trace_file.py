@@ -241,7 +241,7 @@ def read(folder: str | Path) -> Trace:
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")
     with contradictions_are_data_errors(folder), _without_collections():
-        clock = CommonClock.from_json(meta["clock"])
+        clock = entries(Meta, meta).clock
         first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
         for path, (rank, lines) in zip(paths, read, strict=True):
             _fill(path, rank, lines, clock.since(first, rank.world_rank))
@@ -319,25 +319,24 @@ def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, str]:
 
 def _fill(path: Path, trace: RankTrace, lines: str, move: Callable[[int], int]) -> None:
     """Add what the lines after the head say to a rank's trace. move: translates its times."""
-    lists, values, end = trace.by_letter(), [], trace.end
-    times = {
-        letter: [at for at, name in enumerate(kind._fields) if name.endswith("_ns")]
-        for letter, kind in LINES.items()
-    }
+    rows: dict[str, list[list]] = {letter: [] for letter in LINES}
     try:
         if "\\" in lines:
             raise ValueError("an escape, which no line of a trace has")
         for letter, *values in decode_json(f"[{','.join(lines.splitlines())}]"):
-            if letter == "r":
-                if not values[DONE]:  # the rank failed in it, or before its wait
-                    values[DONE - 1 : DONE + 1] = values[DONE - 1] or end, end
-                values[-2:] = (trace.sites[site] for site in values[-2:])
-            for at in times[letter]:
-                values[at] = move(values[at])
-            lists[letter].append(LINES[letter](*values))
+            rows[letter].append(values)
+        for values in rows["r"]:
+            if not values[DONE]:  # the rank failed in it, or before its wait
+                values[DONE - 1 : DONE + 1] = values[DONE - 1] or trace.end, trace.end
+            values[-2:] = (trace.sites[site] for site in values[-2:])
+        for letter, found in trace.by_letter().items():
+            kind, columns = LINES[letter], list(zip(*rows[letter], strict=True))
+            for at, name in enumerate(kind._fields[: len(columns)]):
+                if name.endswith("_ns"):
+                    columns[at] = tuple(map(move, columns[at]))
+            found.extend(map(kind._make, zip(*columns, strict=True)))
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        what = f"{brief(str(error), 300)}: {shown(values)}"
-        raise DataError(f"{path}: not a trace: {what}") from None
+        raise DataError(f"{path}: not a trace: {brief(str(error), 300)}") from None
     trace.steps = tuple((step, move(start), move(end)) for step, start, end in trace.steps)
 
 

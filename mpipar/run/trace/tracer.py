@@ -174,6 +174,6 @@ class Tracer:
                 batch_size=config.train.batch_size,
                 dtype=config.run.dtype,
                 device=config.run.device,
-                clock=clock.to_json(),
+                clock=asdict(clock),
             ),
         )

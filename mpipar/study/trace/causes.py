@@ -11,9 +11,11 @@ compared by call path.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from mpipar.comm.record import PASSES, Families
@@ -82,33 +84,35 @@ class Work:
 
     def more_than(self, other: Work, length: float) -> dict[Cause, float]:
         """Return {cause: nanoseconds} of what exceeds `other`, scaled to `length` in total."""
-        extra = {kind: max(0, own - other.totals.get(kind, 0)) for kind, own in self.totals.items()}
+        extra = {kind: own - other.totals.get(kind, 0) for kind, own in self.totals.items()}
+        extra = {kind: time for kind, time in extra.items() if time > 0}
         scale = length / max(sum(extra.values()), 1e-9)
         found: dict[Cause, float] = defaultdict(float)
-        more = self._differences(other)
         for kind, time in extra.items():
-            parts = more[kind]
-            if not any(parts.values()):  # more parts, though none is longer than its counterpart
-                parts = defaultdict(float)
-                for (of_kind, _), causes in self.parts.items():
-                    for cause, part in causes.items() if of_kind == kind else ():
-                        parts[cause] += part
-            total = sum(parts.values())
+            parts = self._differences(other, kind)
+            share = time * scale / sum(parts.values())
             for cause, part in parts.items():
-                found[cause] += time * scale * part / total if part else 0
+                found[cause] += share * part
         return found
 
-    def _differences(self, other: Work) -> dict[str, dict[Cause, float]]:
-        """Return {kind: {cause: nanoseconds by which the same or similar work is exceeded}}."""
-        found: dict[str, dict[Cause, float]] = defaultdict(dict)
+    def _differences(self, other: Work, kind: str) -> dict[Cause, float]:
+        """Return {cause: nanoseconds by which the same or similar work is exceeded}.
+
+        If there are more parts, though none is longer than its counterpart, all of them.
+        """
+        found, whole = {}, {}
         for key, causes in self.parts.items():
+            if key[0] != kind:
+                continue
             same = _by_words(other.parts.get(key, {}))
             like = sum(same.values()) / max(len(same), 1)  # such as another stage's layer
             here = _by_words(causes)  # causes that do the same, such as both directions of a link
             for cause, time in causes.items():
                 usual = same.get(cause.what, like) * time / max(here[cause.what], 1)
-                found[key[0]][cause] = max(0, time - usual)
-        return found
+                whole[cause] = whole.get(cause, 0) + time
+                if time > usual:
+                    found[cause] = time - usual
+        return found or whole
 
 
 def _by_words(causes: dict[Cause, float]) -> dict[str, float]:
@@ -167,7 +171,10 @@ class Causes:
     def __init__(self, trace: Trace, waits: Waits, segments: list[list[Segment]]):
         self.ranks, self.waits, self.segments = trace.ranks, waits, segments
         self.starts = [[segment.start for segment in own] for own in segments]
-        self.operation_starts = [[one.start_ns for one in rank.operations] for rank in trace.ranks]
+        self.operations = [
+            [(one.start_ns, one.end_ns, one.layer) for one in rank.operations]
+            for rank in trace.ranks
+        ]
         self.meetings, self.families = Meetings(waits), Families()
         # By the id of a call: {cause: nanoseconds}, and the earlier wait that explains it best.
         self.parts: dict[int, dict[Cause, float]] = {}
@@ -182,15 +189,14 @@ class Causes:
     def costs(self) -> dict[Cause, Cost]:
         """Return every cause with its cost, the largest first."""
         found: dict[Cause, Cost] = defaultdict(Cost)
-        for own in self.waits.calls:
-            for call in own:
-                record = call.record
-                for cause, length in self.parts.get(id(call), {}).items():
-                    cost = found[cause]
-                    cost.wait_ns += length
-                    cost.by_rank[call.rank] += length
-                    cost.by_step[record.step] += length
-                    cost.by_barrier[record.axis, self.families[record.name]] += length
+        for call in itertools.chain.from_iterable(self.waits.calls):
+            step, barrier = call.record.step, (call.record.axis, self.families[call.record.name])
+            for cause, length in self.parts.get(id(call), {}).items():
+                cost = found[cause]
+                cost.wait_ns += length
+                cost.by_rank[call.rank] += length
+                cost.by_step[step] += length
+                cost.by_barrier[barrier] += length
         order = sorted(found, key=lambda cause: -found[cause].wait_ns)
         return {cause: found[cause] for cause in order}
 
@@ -234,9 +240,11 @@ class Causes:
             segment = own[place]
             if segment.start >= end:
                 break
-            low, high = max(start, segment.start), min(end, segment.end)
-            if high > low:
-                found.append(segment._replace(start=low, end=high))
+            if segment.start < start or segment.end > end:
+                low, high = max(start, segment.start), min(end, segment.end)
+                segment = segment._replace(start=low, end=high)
+            if segment.end > segment.start:
+                found.append(segment)
         return found
 
     def work(self, rank: int, start: int, end: int) -> Work:
@@ -267,20 +275,22 @@ class Causes:
 
         Time between two operations belongs to the layer of the second.
         """
-        now, operations, stage = segment.start, self.ranks[rank].operations, segment.span.stage
-        first = max(0, bisect_right(self.operation_starts[rank], now) - 1)
+        now, operations, span = segment.start, self.operations[rank], segment.span
+        layers: dict[str, int] = {}
+        first = max(0, bisect_right(operations, now, key=itemgetter(0)) - 1)
         for place in range(first, len(operations)):
-            one = operations[place]
-            if one.start_ns >= segment.span.end_ns or now >= segment.end:
+            start, end, layer = operations[place]
+            if start >= span.end_ns or now >= segment.end:
                 break
-            until = min(one.end_ns, segment.end)
-            if until > now:
-                work.add(
-                    "compute", *self._computing(rank, segment.kind, stage, one.layer), until - now
-                )
+            if end > now:
+                until = min(end, segment.end)
+                layers[layer] = layers.get(layer, 0) + until - now
                 now = until
-        if segment.end > now:
-            work.add("compute", *self._computing(rank, segment.kind, stage, ""), segment.end - now)
+        layers[""] = segment.end - now
+        for layer, length in layers.items():
+            if length > 0:
+                cause = self._computing(rank, segment.kind, span.stage, layer)
+                work.add("compute", *cause, length)
 
     def _computing(self, rank: int, kind: str, stage: int, layer: str) -> tuple:
         """Return by what a layer's part of a pass is comparable, and its cause."""
