@@ -13,6 +13,7 @@ from mpipar.study.trace import comparison
 from mpipar.study.trace.analysis import Analysis
 
 MOST = 12  # rows per table
+LEAST_MS = 0.005  # of a change that is shown
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def change_table(title: str, changes: list[comparison.Change]) -> str:
     """Return a table of the largest changes: medians and quartiles."""
     if not changes:
         return "no rank waited"
-    least = sorted((abs(one.ms) for one in changes), reverse=True)[:MOST][-1]
+    largest = sorted(changes, key=lambda one: -abs(one.ms))[:MOST]
+    shown = [one for one in changes if one in largest and abs(one.ms) >= LEAST_MS]
     rows = [
         (
             one.what,
@@ -91,11 +93,12 @@ def change_table(title: str, changes: list[comparison.Change]) -> str:
             digits(one.ms, "+z"),
             one.verdict,
         )
-        for one in changes
-        if abs(one.ms) >= least
+        for one in shown
     ]
+    if not shown:
+        return f"{counted(len(changes), 'change')}, none of them of {LEAST_MS} ms"
     text = table([(title, "A ms", "quartiles", "B ms", "quartiles", "change", "beyond"), *rows])
-    rest = len(changes) - len(rows)
+    rest = len(changes) - len(shown)
     return f"{text}\nand {counted(rest, 'smaller change')}" if rest else text
 
 

@@ -12,7 +12,7 @@ from mpipar.run.files.text import counted, harmless
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules.bubble import bubble_table
 from mpipar.study.trace import html, perfetto, pop
-from mpipar.study.trace.analysis import CATEGORIES, Analysis, barrier_cells, cause_rows, rank_rows
+from mpipar.study.trace.analysis import Analysis, barrier_cells, cause_cells, rank_cells
 from mpipar.study.trace.timeline import median_step, timeline
 
 MOST = 12  # causes of waiting
@@ -103,12 +103,8 @@ def print_findings(analysis: Analysis) -> None:
     for finding in analysis.findings:
         text = f"- {finding.kind} (about {finding.lost_ms:.1f} ms per step): {finding.text}"
         print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
-    rows = [
-        (one["rank"], one["place"], *(f"{ms:.1f}" for ms in one["ms"]))
-        for one in rank_rows(analysis)
-    ]
     print("\nwhere the time went, ms per step:")
-    print(table([("rank", "place", *CATEGORIES), *rows], left=2))
+    print(table(rank_cells(analysis), left=2))
 
 
 def print_waits(analysis: Analysis) -> None:
@@ -116,20 +112,8 @@ def print_waits(analysis: Analysis) -> None:
 
     Times are per step and summed over ranks.
     """
-    causes = [
-        (
-            one["text"],
-            f"{one['ms']:.2f}",
-            f"{one['share']:.0%}",
-            f"rank {one['rank']}",
-            one["barrier"],
-        )
-        for one in cause_rows(analysis, MOST)
-        if one["share"] >= 0.005
-    ]
     print("\nwhat others waited for, ms per step (waiting summed over ranks):")
-    waited = table([("cause", "ms", "share", "waiting", "at"), *causes])
-    print(waited if analysis.costs else "no rank waited")
+    print(table(cause_cells(analysis, MOST)) if analysis.costs else "no rank waited")
     print("\nby barrier, ms per step (summed over ranks), and how often a rank was last:")
     print(table(barrier_cells(analysis), left=2))
 

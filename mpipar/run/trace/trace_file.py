@@ -319,22 +319,26 @@ def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, str]:
 
 def _fill(path: Path, trace: RankTrace, lines: str, move: Callable[[int], int]) -> None:
     """Add what the lines after the head say to a rank's trace. move: translates its times."""
-    rows: dict[str, list[list]] = {letter: [] for letter in LINES}
+    rows: dict[str, list[list]] = defaultdict(list)
+    lists, done = trace.by_letter(), 1 + DONE
     try:
         if "\\" in lines:
             raise ValueError("an escape, which no line of a trace has")
-        for letter, *values in decode_json(f"[{','.join(lines.splitlines())}]"):
-            rows[letter].append(values)
-        for values in rows["r"]:
-            if not values[DONE]:  # the rank failed in it, or before its wait
-                values[DONE - 1 : DONE + 1] = values[DONE - 1] or trace.end, trace.end
-            values[-2:] = (trace.sites[site] for site in values[-2:])
-        for letter, found in trace.by_letter().items():
-            kind, columns = LINES[letter], list(zip(*rows[letter], strict=True))
-            for at, name in enumerate(kind._fields[: len(columns)]):
-                if name.endswith("_ns"):
-                    columns[at] = tuple(map(move, columns[at]))
-            found.extend(map(kind._make, zip(*columns, strict=True)))
+        for row in decode_json(f"[{','.join(lines.splitlines())}]"):
+            rows[row[0]].append(row)
+        for row in rows.get("r", ()):
+            if not row[done]:  # the rank failed in it, or before its wait
+                row[done - 1 : done + 1] = row[done - 1] or trace.end, trace.end
+        for letter, found in rows.items():
+            kind = LINES[letter]
+            columns = dict(zip(("", *kind._fields), zip(*found, strict=True), strict=True))
+            del columns[""]  # the letters
+            for name, column in columns.items():
+                if name in ("site", "cut"):
+                    columns[name] = map(trace.sites.__getitem__, column)
+                elif name.endswith("_ns"):
+                    columns[name] = map(move, column)
+            lists[letter].extend(map(kind, *columns.values()))
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise DataError(f"{path}: not a trace: {brief(str(error), 300)}") from None
     trace.steps = tuple((step, move(start), move(end)) for step, start, end in trace.steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +14,7 @@ from mpipar.study.trace.causes import Cause, Causes, Cost
 
 # The categories of a rank's time, in the order in which views show them.
 CATEGORIES = ("forward", "backward", "optimizer", "data", "bubble", "waiting", "transfer", "other")
-LEAST_MS = 0.005  # of a barrier in the table
+LEAST_MS, LEAST_SHARE = 0.005, 0.005  # of a barrier and of a cause in the tables
 CATEGORY_OF = {
     "F": "forward",
     "B": "backward",
@@ -72,37 +71,34 @@ def category(segment: segments.Segment) -> str:
     return CATEGORY_OF[segment.kind]
 
 
-def rank_rows(analysis: Analysis) -> list[dict]:
-    """Return the place and the milliseconds per step by category of each rank."""
-    trace, rows = analysis.trace, []
+def rank_cells(analysis: Analysis) -> list[tuple]:
+    """Return the table of the ranks' milliseconds per step by category, head first."""
+    trace, rows = analysis.trace, [("rank", "place", *CATEGORIES)]
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
         sums = segments.by_kind(own, kind=category)
-        rows.append(
-            {
-                "rank": rank.world_rank,
-                "place": trace.place(rank),
-                "ms": [sums[name] * 1e-6 / trace.num_steps for name in CATEGORIES],
-            }
-        )
+        each = (f"{sums[name] * 1e-6 / trace.num_steps:.1f}" for name in CATEGORIES)
+        rows.append((rank.world_rank, trace.place(rank), *each))
     return rows
 
 
-def cause_rows(analysis: Analysis, most: int) -> list[dict]:
-    """Return the causes of waiting: milliseconds per step, share, who waited most and where."""
+def cause_cells(analysis: Analysis, most: int) -> list[tuple]:
+    """Return the table of the largest causes of waiting, head first; those of 0 % are left out.
+
+    Milliseconds are per step and summed over ranks; waiting, at: who waited most, and where.
+    """
     total = sum(cost.wait_ns for cost in analysis.costs.values())
-    rows = []
+    rows = [("cause", "ms", "share", "waiting", "at")]
     for cause, cost in list(analysis.costs.items())[:most]:
-        axis, name = cost.by_barrier.most_common(1)[0][0]
-        rows.append(
-            {
-                "text": cause.text(),
-                "ms": cost.wait_ns * 1e-6 / analysis.trace.num_steps,
-                "share": cost.wait_ns / total,
-                "rank": cost.by_rank.most_common(1)[0][0],
-                "barrier": f"{axis} {name}",
-            }
-        )
+        if cost.wait_ns >= LEAST_SHARE * total:
+            ms, rank = cost.wait_ns * 1e-6 / analysis.trace.num_steps, max_of(cost.by_rank)
+            share, at = cost.wait_ns / total, " ".join(max_of(cost.by_barrier))
+            rows.append((cause.text(), f"{ms:.2f}", f"{share:.0%}", f"rank {rank}", at))
     return rows
+
+
+def max_of(counts: Counter):
+    """Return what has the largest count."""
+    return counts.most_common(1)[0][0]
 
 
 def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
@@ -111,22 +107,17 @@ def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
     One row per axis, barrier name without block number, and operation; costliest first. Numbers
     are per step and summed over ranks. last: the rank that arrived last most often, and how often.
     """
-    families = Families()
+    families, steps = Families(), analysis.trace.num_steps
 
     def key(call):
         record = call.record
         return record.axis, families[record.name], record.operation
 
-    places: dict = {}
-    for call in itertools.chain.from_iterable(analysis.waits.calls):
-        places.setdefault(key(call), Counter())[call.record.site] += 1
-    steps = analysis.trace.num_steps
     rows = [("barrier", "operation", "calls", "payload", "wait", "transfer", "last", "source")]
     for (axis, name, operation), entry in waits.totals(analysis.waits, key).items():
         wait_ms, transfer_ms = (ns * 1e-6 / steps for ns in (entry.wait_ns, entry.transfer_ns))
         if wait_ms + transfer_ms < LEAST_MS:
             break
-        site = places[axis, name, operation].most_common(1)[0][0]
         rows.append(
             (
                 f"{axis} {name}",
@@ -136,7 +127,7 @@ def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
                 f"{wait_ms:.2f}",
                 f"{transfer_ms:.2f}",
                 "".join(f"rank {rank} {times}x" for rank, times in entry.last.most_common(1)),
-                site.replace("mpipar/", ""),
+                max_of(entry.sites).replace("mpipar/", ""),
             )
         )
     return rows

@@ -86,16 +86,15 @@ def item(segment: Segment, by_stage: bool) -> str:
     """Return the name under which a piece of time is compared. by_stage: if it names stages."""
     kind = category(segment)
     if kind in ("forward", "backward"):
-        if not by_stage:
-            return f"compute: {kind}"
-        return f"compute: {WORDS[segment.kind]} of stage {segment.span.stage}"
-    if kind == "bubble":
-        return "bubble: waiting for a message of the pipeline"
-    if kind == "waiting":
-        return f"waiting for rank {segment.call.late}"
-    if kind == "transfer":
-        return f"transfer over {segment.call.record.axis}"
-    return WORDS[segment.kind]
+        named = f"{WORDS[segment.kind]} of stage {segment.span.stage}" if by_stage else kind
+        return f"compute: {named}"
+    if segment.call is None:
+        return WORDS[segment.kind]
+    return {
+        "bubble": "bubble: waiting for a message of the pipeline",
+        "waiting": f"waiting for rank {segment.call.late}",
+        "transfer": f"transfer over {segment.call.record.axis}",
+    }[kind]
 
 
 def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:

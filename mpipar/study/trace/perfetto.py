@@ -41,38 +41,27 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
     for rank in trace.ranks:
         pid = rank.world_rank
         name = f"rank {pid} - {trace.place(rank)} - {rank.host}"
-        found.append(_meta("process_name", pid, name=name))
-        found.append(_meta("process_sort_index", pid, sort_index=pid))
-        for row, name in enumerate(ROWS):
-            found.append(_meta("thread_name", pid, row, name=name))
-            found.append(_meta("thread_sort_index", pid, row, sort_index=row))
-        for span in rank.spans:
-            if span.kind in BUSY:
-                name = f"{span.stage}{span.kind}{span.mb}" if span.mb >= 0 else span.kind
-                found.append(
-                    _slice(
-                        pid,
-                        "compute",
-                        name,
-                        span.start_ns,
-                        span.end_ns,
-                        {"step": span.step, "stage": span.stage, "mb": span.mb},
-                    )
-                )
         found += [
-            _slice(
-                pid,
-                "compute",
-                f"{one.layer} {one.function}".strip(),
-                one.start_ns,
-                one.end_ns,
-                {"phase": one.phase, "step": one.step, "stage": one.stage, "mb": one.mb},
-            )
-            for one in rank.operations
+            _meta("process_name", pid, name=name),
+            _meta("process_sort_index", pid, sort_index=pid),
+            *(_meta("thread_name", pid, row, name=name) for row, name in enumerate(ROWS)),
+            *(_meta("thread_sort_index", pid, row, sort_index=row) for row in range(len(ROWS))),
         ]
+        for one in rank.spans:
+            if one.kind in BUSY:
+                name = f"{one.stage}{one.kind}{one.mb}" if one.mb >= 0 else one.kind
+                found.append(_computing(pid, name, one))
+        for one in rank.operations:
+            name = f"{one.layer} {one.function}".strip()
+            found.append(_computing(pid, name, one, phase=one.phase))
     for call in itertools.chain.from_iterable(waits.calls):
         found += _slices_of_call(call)
     return found + _arrows(waits)
+
+
+def _computing(pid: int, name: str, one, **facts) -> dict:
+    facts |= {"step": one.step, "stage": one.stage, "mb": one.mb}
+    return _slice(pid, "compute", name, one.start_ns, one.end_ns, facts)
 
 
 def _slices_of_call(call: Call) -> list[dict]:

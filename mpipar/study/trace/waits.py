@@ -15,6 +15,7 @@ Scalasca's pattern reference.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
@@ -159,13 +160,14 @@ def _message(waits: Waits, axis: str, ends: tuple[int, int], sides: dict[str, Ca
 
 @dataclass(slots=True)
 class Sum:
-    """The sum of several calls. last: how often each rank made others wait."""
+    """The sum of several calls. last: how often each rank made others wait. sites: of calls."""
 
     calls: int = 0
     payload: int = 0
     wait_ns: int = 0
     transfer_ns: int = 0
     last: Counter = field(default_factory=Counter)
+    sites: Counter = field(default_factory=Counter)
 
 
 def totals(waits: Waits, key) -> dict:
@@ -174,13 +176,13 @@ def totals(waits: Waits, key) -> dict:
     `last` counts an event once for each key with a call that waited in it.
     """
     sums: dict = defaultdict(Sum)
-    for own in waits.calls:
-        for call in own:
-            entry = sums[key(call)]
-            entry.calls += 1
-            entry.payload += call.record.payload_bytes
-            entry.wait_ns += call.wait_ns
-            entry.transfer_ns += call.transfer_ns
+    for call in itertools.chain.from_iterable(waits.calls):
+        entry = sums[key(call)]
+        entry.calls += 1
+        entry.payload += call.record.payload_bytes
+        entry.wait_ns += call.wait_ns
+        entry.transfer_ns += call.transfer_ns
+        entry.sites[call.record.site] += 1
     for event in waits.events:
         for one in {key(call) for call in event.calls if call.wait_ns}:
             sums[one].last[event.last] += 1
