@@ -4,6 +4,8 @@ By default `world_rank = ((pp*dp_size + dp)*cp_size + cp)*tp_size + tp`. The axi
 traffic (tp) is innermost, so that its groups are neighbours and cross the slowest links least.
 `order` names the axes from outermost to innermost. There is no MPI here, so the answer can be
 computed for every rank of every layout.
+
+With `--islands` there are several such grids: a further axis, `island`, is outside all others.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any, NamedTuple
 
 AXES = ("pp", "dp", "cp", "tp")
 LAYOUT = (*AXES, "ep")  # what a layout names: ep divides dp x cp, and adds no ranks
+ISLAND = "island"  # the outermost axis; its ranks meet once in --outer-interval steps
+EVERY = (ISLAND, *AXES)
 
 
 def chunk_size(length: int, parts: int, multiple: int = 1) -> int:
@@ -75,8 +79,8 @@ class Part(NamedTuple):
 
 
 # Groups that are not axes. Products of axes: the ranks of data hold the same shards, and read
-# different rows or tokens.
-PRODUCTS = {"data": ("dp", "cp")}
+# different rows or tokens; those of inner take a step together, which is all ranks of an island.
+PRODUCTS = {"data": ("dp", "cp"), "inner": AXES}
 # Divided groups: {runs of neighbours: (what is divided, the ranks at the same place of all runs)}.
 # Where tp has more ranks than there are key and value heads, each run holds the same head. Of the
 # ranks of data, each run holds all experts of a block, sharded over its ranks.
@@ -98,8 +102,8 @@ class Grid:
 
     def __post_init__(self) -> None:
         assert sorted(self.order) == sorted(AXES), (self.order, AXES)
-        assert self.sizes.keys() <= {*AXES, *DIVIDED}, self.sizes
-        parts = {axis: Part((axis,), 1, self.sizes.get(axis, 1)) for axis in AXES}
+        assert self.sizes.keys() <= {*EVERY, *DIVIDED}, self.sizes
+        parts = {axis: Part((axis,), 1, self.sizes.get(axis, 1)) for axis in EVERY}
         for name, axes in PRODUCTS.items():
             parts[name] = Part(axes, 1, math.prod(parts[axis].size for axis in axes))
         for run, (whole, others) in DIVIDED.items():
@@ -115,11 +119,18 @@ class Grid:
     def of(cls, config: Any, world_rank: int) -> Grid:
         """Return the place of `world_rank` in the layout of a resolved GridConfig."""
         sizes = {axis: getattr(config, axis) for axis in AXES} | {"expert": config.ep}
+        sizes |= {ISLAND: config.islands or 1, "dp": config.island_dp}
         return cls(world_rank, sizes, tuple(config.rank_order.split(",")))
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.size(axis) for axis in AXES)
+        return math.prod(self.size(axis) for axis in EVERY)
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The size of each axis as it is typed: dp counts the replicas of all islands."""
+        sizes = {axis: self.size(axis) for axis in AXES}
+        return sizes | {"dp": self.size(ISLAND) * sizes["dp"]}
 
     def size(self, group: str) -> int:
         """Return how many ranks an axis or another group has."""
@@ -137,7 +148,7 @@ class Grid:
     def coordinates(self, world_rank: int) -> dict[str, int]:
         """Return a rank's place on each axis."""
         found = {}
-        for axis in reversed(self.order):
+        for axis in reversed((ISLAND, *self.order)):
             world_rank, found[axis] = divmod(world_rank, self.size(axis))
         return found
 
@@ -160,7 +171,7 @@ class Grid:
             number += (place - number // stride % size) * stride
             for axis in reversed(axes):
                 number, coordinates[axis] = divmod(number, self.size(axis))
-        return self.number(self.order, coordinates)
+        return self.number((ISLAND, *self.order), coordinates)
 
     def places(self, groups: Iterable[str]) -> list[dict[str, int]]:
         """Return every {group: place} on the given groups, the first group outermost."""
@@ -188,8 +199,10 @@ class Grid:
         """Return the axis or product with the same ranks as a group; else the group's own name.
 
         A product of axes is the same as its first axis if the others have one rank. What remains of
-        a divided group is the whole of it if its runs have one rank.
+        a divided group is the whole of it if its runs have one rank. A single island is the world.
         """
+        if group == "inner":
+            return "world" if self.size(ISLAND) == 1 else group
         for run, (whole, others) in DIVIDED.items():
             if group == others and self.size(run) == 1:
                 return self.same_as(whole)
@@ -202,14 +215,14 @@ class Grid:
         Those that are the same as another one are left out.
         """
         divided = [name for run, (_, others) in DIVIDED.items() for name in (run, others)]
-        return [*AXES, *(name for name in (*PRODUCTS, *divided) if self.same_as(name) == name)]
+        return [*EVERY, *(name for name in (*PRODUCTS, *divided) if self.same_as(name) == name)]
 
     def partition(self, axis: str, groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
         """Return the world ranks of groups of coordinates along `axis`.
 
         Each group appears once for every place on the other axes.
         """
-        others = self.places([other for other in AXES if other != axis])
+        others = self.places([other for other in EVERY if other != axis])
         return [
             tuple(self.at(**place, **{axis: i}) for i in sorted(group))
             for group in groups
@@ -219,6 +232,6 @@ class Grid:
     def describe(self) -> str:
         """Return the place on the axes with several ranks, as in `pp1 tp0`."""
         return (
-            " ".join(f"{axis}{self.place(axis)}" for axis in AXES if self.size(axis) > 1)
+            " ".join(f"{axis}{self.place(axis)}" for axis in EVERY if self.size(axis) > 1)
             or "one rank"
         )

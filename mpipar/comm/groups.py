@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.connect import connect, split
-from mpipar.comm.grid import Grid
+from mpipar.comm.grid import AXES, ISLAND, Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.hosts import cores_of, finish_passes_first
 from mpipar.comm.launcher import check_world
@@ -65,7 +65,7 @@ class Comms(dict[str, Comm]):
                 uneven=len(stages) > 1,
                 reach=max(options.reach, axis in messages),
             )
-            if axis == "world":  # it sums only a few numbers
+            if axis in ("world", "inner"):  # they sum only a few numbers
                 own = own._replace(all_reduce="mpi")
             elif hosts is not None and len(set(hosts)) > 1:
                 levels, own = self._levels(axis, ranks, own, hosts)
@@ -86,6 +86,9 @@ class Comms(dict[str, Comm]):
             mine = next((ranks for ranks in groups if grid.world_rank in ranks), (grid.world_rank,))
             self.groups[name] = make(name, mine, all(len(ranks) == 1 for ranks in groups))
         self.groups["world"] = self.world
+        self.mpi_inner = mpi_world  # of all ranks of this island, for facts without a record
+        if mpi_world is not None and grid.size(ISLAND) > 1:
+            self.mpi_inner = split(mpi_world, grid.group(*AXES))
         super().__init__(
             self.groups | {name: self.groups[grid.same_as(name)] for name in grid.parts}
         )

@@ -23,6 +23,8 @@ OF_A_RUN = frozenset(
         "beta1",
         "beta2",
         "eps",
+        "outer_lr",
+        "outer_momentum",
         "val_data",
         "eval_interval",
         "eval_tokens",

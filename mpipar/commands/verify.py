@@ -76,5 +76,8 @@ def exact(parsed):
 
 
 COMMAND = Command(
-    run, arguments=Arguments, fields=OF_A_STEP - {"clip", "memory_limit"}, needs_mpi=True
+    run,
+    arguments=Arguments,
+    fields=OF_A_STEP - {"clip", "memory_limit", "islands", "outer_interval"},
+    needs_mpi=True,
 )

@@ -25,6 +25,11 @@ def kv_heads(v) -> int:
     return v.kv_heads or v.heads
 
 
+def island_data(v) -> int:
+    """Return the ranks of the data group: of dp x cp, or of an island's part of it."""
+    return v.dp // (v.islands or 1) * v.cp
+
+
 def is_no_product(v) -> bool:
     """Return whether the given axes can't make up the number of ranks."""
     total = math.prod(getattr(v, axis) for axis in AXES if axis not in v.free)
@@ -239,6 +244,29 @@ LAYOUT = (
         complete=True,
     ),
     Rule(
+        "islands of replicas",
+        ("islands", "dp"),
+        lambda v: v.islands and v.dp % v.islands > 0,
+        "islands are equal parts of the dp replicas; use an --islands that divides {dp}, such as"
+        " {fewer_islands}",
+        complete=True,
+    ),
+    Rule(
+        "experts over islands",
+        ("ep", "islands", "dp", "cp"),
+        lambda v: v.experts and v.islands and v.dp % v.islands == 0 and island_data(v) % v.ep > 0,
+        "each island holds all experts, divided over its dp/islands x cp ranks; use an --ep that"
+        " divides {dp} / {islands} * {cp}, such as {fewer_experts}",
+        complete=True,
+    ),
+    Rule(
+        "layout of islands",
+        ("islands",),
+        lambda v: v.islands is not None and v.chooses_layout,
+        "--layout auto compares steps in which all replicas sum their gradients; name the axes, as"
+        " in --layout dp={islands}",
+    ),
+    Rule(
         "work of a step",
         ("num_microbatches", "layers", "pp"),
         lambda v: -(-v.layers // v.pp) * v.num_microbatches > MOST_WORK,
@@ -252,9 +280,9 @@ MEMORY = (
     Rule(
         "nothing to shard",
         ("zero", "dp", "cp"),
-        lambda v: v.zero > 0 and v.dp * v.cp == 1,
-        "ZeRO shards what all dp x cp ranks hold, and there is only one; leave --zero out, or use a"
-        " larger --dp",
+        lambda v: v.zero > 0 and island_data(v) == 1,
+        "ZeRO shards what all dp x cp ranks hold, in each island, and there is only one; leave"
+        " --zero out, or use a larger --dp",
         complete=True,
     ),
 )

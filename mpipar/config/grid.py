@@ -56,6 +56,13 @@ class GridConfig:
         low=1,
         high=2**12,
     )
+    islands: int | None = setting(
+        None,
+        "DiLoCo: equal parts of dp that train apart and average their weights once in"
+        " --outer-interval steps; each is a whole pp x dp/N x cp x tp (default: none)",
+        low=1,
+        high=2**12,
+    )
     rank_order: str = setting(
         "pp,dp,cp,tp", "axes from outermost to innermost; ranks of the last axis are adjacent"
     )
@@ -76,6 +83,12 @@ class GridConfig:
     num_microbatches: int | None = setting(
         None, "microbatches per step and replica; more = smaller pipeline bubble", low=1, high=2**16
     )
+
+    @property
+    def island_dp(self) -> int:
+        """Replicas inside an island: all of them where there are none. dp must be chosen."""
+        assert self.dp, self
+        return self.dp // (self.islands or 1)
 
     @property
     def num_ranks(self) -> int:

@@ -1,10 +1,12 @@
 """A row of the table of combinations: what is illegal, why, and what to type instead."""
 
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+from mpipar.config.layout import divisors
 from mpipar.config.sections import Config, in_force, named
 from mpipar.run.files.text import counted, shown
 
@@ -38,10 +40,20 @@ def values_of(config: Config, **facts) -> SimpleNamespace:
 
     facts: `ranks`, their number. free: the axes that were not given. csv: the schedule in the file
     of --schedule-csv. machine, chooses_layout: --machine, and whether --layout is auto.
+    fewer_islands, fewer_experts: the next legal --islands and, inside an island, --ep.
     """
     usual = {"ranks": None, "free": frozenset(), "csv": None, "machine": None}
     usual |= {"chooses_layout": False, "axes_product": config.grid.num_ranks}
+    grid, experts = config.grid, vars(config.model).get("experts") or 1
+    inside = (grid.dp or 1) // (grid.islands or 1) * grid.cp
+    usual["fewer_islands"] = largest_divisor(grid.dp or 1, grid.islands)
+    usual["fewer_experts"] = largest_divisor(math.gcd(inside, experts), grid.ep)
     return SimpleNamespace(**in_force(config), **usual | facts)
+
+
+def largest_divisor(number: int, most: int | None) -> int:
+    """Return the largest divisor of a number that is at most `most`."""
+    return max(one for one in divisors(number or 1) if one <= max(most or 1, 1))
 
 
 def broken_of(

@@ -33,6 +33,7 @@ EXAMPLES = {
     "rope_scaling": "8,1,4,8192",
     "stop_token": "50256",
     "experts": "8",
+    "islands": "2",
 }
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mpipar.config.setting import setting
 
 OF_ADAMW = ("optimizer", "adamw")
+OF_ISLANDS = ("islands",)  # for any number of islands
 
 
 @dataclass(frozen=True)
@@ -52,3 +53,15 @@ class TrainConfig:
         in_bytes=True,
         only=("zero", 0, 1),
     )  # ZeRO-3 reduces each unit as a whole
+    outer_interval: int = setting(
+        50,
+        "islands: steps from one average of all islands' weights to the next",
+        low=1,
+        only=OF_ISLANDS,
+    )
+    outer_lr: float = setting(
+        0.7, "islands: learning rate of the outer step", above=0.0, only=OF_ISLANDS
+    )
+    outer_momentum: float = setting(
+        0.9, "islands: Nesterov momentum of the outer step", low=0.0, below=1.0, only=OF_ISLANDS
+    )

@@ -17,6 +17,7 @@ from time import perf_counter
 import numpy as np
 
 from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.grid import ISLAND
 from mpipar.errors import DriftError, EnvironmentProblem, UserError
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
@@ -58,17 +59,28 @@ class Replicas:
             for _, param in worker.all_params
             for shard in range(len(param.shards(worker.grid)))
         ]
+        # Islands that meet have the same weights, and moments of their own.
+        kinds = [
+            key
+            for kind in self.kinds
+            for key in dict.fromkeys(self.key(kind, one) for one in range(worker.grid.size(ISLAND)))
+        ]
         self.places = {
-            (kind, *piece): place for place, (kind, piece) in enumerate(product(self.kinds, pieces))
+            (kind, *piece): place for place, (kind, piece) in enumerate(product(kinds, pieces))
         }
         self.count, self.seconds = 0, 0.0
+
+    def key(self, kind: str, island: int) -> str:
+        """Return what an island's pieces of a kind are called."""
+        return kind if kind == "master" or self.worker.island is None else f"{kind}.{island}"
 
     def pieces(self) -> Iterator[tuple[PieceOf, Param, Array]]:
         """Yield ((kind, name, shard), param, numbers) of each piece here."""
         for kind in self.kinds:
+            key = self.key(kind, self.worker.grid.place(ISLAND))
             for flat in self.worker.flats:
                 for param, _, values in flat.held("data" if flat.shares(kind) else kind):
-                    yield (kind, param.name, param.shard), param, values
+                    yield (key, param.name, param.shard), param, values
 
     def checksums(self) -> dict[PieceOf, int]:
         """Return {(kind, name, shard): 64-bit checksum} of pieces here with copies elsewhere."""
@@ -145,7 +157,8 @@ class Replicas:
             parts = sorted(ranks.values(), key=lambda ranks: (len(ranks), ranks))
             sides = " unlike ".join(_ranks_text(part) for part in parts)
             cut = f" (shard {shard})" if (kind, name, 1) in self.places else ""
-            found.append((len(parts[0]), -apart, f"{TITLES[kind]} of {name}{cut}: {sides}"))
+            what = f"{TITLES[kind.split('.')[0]]} of {name}{cut}"
+            found.append((len(parts[0]), -apart, f"{what}: {sides}"))
         lines = [line for *_, line in sorted(found, key=itemgetter(0, 1))]
         more = [f"and {len(lines) - SHOWN} others"] if len(lines) > SHOWN else []
         text = "\n".join([f"step {step}: {DRIFT}", *lines[:SHOWN], *more]) if lines else ""

@@ -61,6 +61,10 @@ FIXED = (
     "beta2",
     "eps",
     "clip",
+    "islands",
+    "outer_interval",
+    "outer_lr",
+    "outer_momentum",
 )
 # What belongs to one start of the program, not to the run.
 OF_A_START = ("resume", "out", "trace")
@@ -389,7 +393,6 @@ def layout_words(layout: Mapping[str, int], schedule: str) -> str:
 
 def moved(start: Start, worker) -> str:
     """Return which layout the state moves from and to."""
-    here = {axis: worker.grid.size(axis) for axis in AXES}
-    now = layout_words(here, worker.schedule.name)
+    now = layout_words(worker.grid.layout, worker.schedule.name)
     was = layout_words(start.layout, start.schedule)
     return f"layout {now}, as before" if now == was else f"resharded from {was} to {now}"

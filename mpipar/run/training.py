@@ -300,8 +300,11 @@ class Run:
 
         That is after loading, and before the last save. Comm: see `Replicas.check`.
         """
-        every = self.config.run.check_replicas
-        if every and (now or self.due(every, step)):
+        every, outer = self.config.run.check_replicas, self.worker.outer
+        due = self.due(every, step)
+        if outer is not None:  # where islands meet, if a multiple of `every` is not further back
+            due = bool(every) and outer.meets(step) and step % every < outer.config.outer_interval
+        if every and (now or due):
             self.replicas.check(step)
             self.metrics.skip()
 
@@ -310,7 +313,7 @@ class Run:
 
         Comm: that of `Metrics.flush`.
         """
-        lines = self.metrics.flush(self.world)
+        lines = self.metrics.flush(self.worker.comms.mpi_inner)
         for text in console.skipped_steps(lines or []):
             self.log(text)
         return lines

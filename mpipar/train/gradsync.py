@@ -171,12 +171,14 @@ def masked_sum(parts: Iterable[tuple[float, bool]]) -> float:
     return sum(masked_contribution(value, counts) for value, counts in parts)
 
 
-def all_reduce_scalars(ops: Ops, comms: Comms, values: list[float], name: str) -> list[float]:
-    """Sum a few numbers over all ranks: the only scalar barrier of a step.
+def all_reduce_scalars(
+    ops: Ops, comms: Comms, values: list[float], name: str, group: str = "world"
+) -> list[float]:
+    """Sum a few numbers over all ranks of a group: the only scalar barrier of a step.
 
-    Comm: one all_reduce over world.
+    Comm: one all_reduce over the group.
     """
-    if comms.world.size == 1:  # saves the way to a device and back
+    if comms[group].size == 1:  # saves the way to a device and back
         return values
     x = ops.asarray(np.array(values, dtype=np.float64))
-    return [float(value) for value in ops.to_host(comms.world.all_reduce(x, name))]
+    return [float(value) for value in ops.to_host(comms[group].all_reduce(x, name))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,20 +43,20 @@ def bad_numbers(worker: Any, pieces_of: PiecesOf, losses: Losses) -> Facts:
     return {"place": worker.grid.describe(), "losses": bad_losses, "tensors": rows}
 
 
-def describe(title: str, facts: list[Facts]) -> list[str]:
+def describe(title: str, facts: Mapping[int, Facts]) -> list[str]:
     """Return lines that name the losses and the first tensors that are not finite.
 
-    title: what the tensors' numbers are. facts: by rank.
+    title: what the tensors' numbers are. facts: by world rank.
     """
     found = [
         f"the loss of microbatch {mb} is {value} on rank {world_rank} ({fact['place']})"
-        for world_rank, fact in enumerate(facts)
+        for world_rank, fact in facts.items()
         for mb, value in fact["losses"][:1]
     ][:SHOWN]
     holders: dict[str, list[int]] = {}
     for _, _, name, world_rank in sorted(
         (-stage, -unit, name, world_rank)
-        for world_rank, fact in enumerate(facts)
+        for world_rank, fact in facts.items()
         for stage, unit, name, *_ in fact["tensors"]
     ):
         holders.setdefault(name, []).append(world_rank)
@@ -72,10 +72,11 @@ def describe(title: str, facts: list[Facts]) -> list[str]:
 
 
 def report(worker: Any, title: str, pieces_of: PiecesOf, losses: Losses) -> list[str]:
-    """Return `describe` of all ranks, on every rank. For the arguments see `bad_numbers`.
+    """Return `describe` of all ranks of the island. For the arguments see `bad_numbers`.
 
-    Comm: a gather of facts and a broadcast of text over the world, without records.
+    Comm: a gather of facts and a broadcast of text over them, without records.
     """
-    facts = gather_facts(worker.mpi_world, bad_numbers(worker, pieces_of, losses))
-    text = broadcast_text(worker.mpi_world, "\n".join(describe(title, facts) if facts else []))
-    return text.splitlines()
+    comms = worker.comms
+    facts = gather_facts(comms.mpi_inner, bad_numbers(worker, pieces_of, losses)) or ()
+    lines = describe(title, dict(zip(comms["inner"].ranks, facts, strict=False)))
+    return broadcast_text(comms.mpi_inner, "\n".join(lines)).splitlines()

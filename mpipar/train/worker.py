@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from time import perf_counter_ns
 from typing import Any
 
 from mpipar import models
-from mpipar.comm.grid import Grid
+from mpipar.comm.grid import ISLAND, Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
@@ -25,6 +26,7 @@ from mpipar.train import build, non_finite
 from mpipar.train.gradsync import all_reduce_scalars, masked_contribution, masked_sum
 from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import OPTIMIZERS, learning_rate
+from mpipar.train.outer import Outer
 
 GetBatch = Callable[[int], Any]  # the rows of a microbatch
 
@@ -35,7 +37,7 @@ class StepVotes:
 
     stop, save: whether this rank asks for it; decision: whether any rank does. written: whether
     this rank has written its part of a checkpoint in the background; decision: whether every rank
-    has.
+    has. Islands decide for themselves, and act only where they meet (`Outer.agree`).
     """
 
     stop: bool = False
@@ -79,9 +81,11 @@ class Worker:
 
         Raises NonFiniteError on every rank, before any weight changes, if the loss is not finite.
         The same happens for a gradient that is not finite on any rank, unless the loss scale can
-        still be reduced. The error names tensors and ranks.
+        still be reduced. The error names tensors and ranks. Islands know only of their own ranks.
         """
         start = perf_counter_ns()
+        if self.outer is not None:
+            self.outer.begin()
         loss, norm, agreed = self.gradients(step, get_batch, votes)
         decided = self.loss_scale.decide(step, norm)
         if not math.isfinite(loss) or not (math.isfinite(norm) or decided.skipped):
@@ -92,6 +96,8 @@ class Worker:
         lr = learning_rate(self.config.train, decided.update)
         if not decided.skipped:
             self.update(norm, lr, decided.update)
+        if self.outer is not None:
+            agreed = self.meet(self.outer, step, agreed)
         seconds = (perf_counter_ns() - start) * 1e-9
         return StepResult(step, loss, norm, lr, seconds, agreed, decided.scale, decided.skipped)
 
@@ -106,6 +112,20 @@ class Worker:
             self.optimizer.step(lr, number)
             self.recorder.span("opt", start, end=self.ops.instant())
 
+    def meet(self, outer: Outer, step: int, agreed: StepVotes) -> StepVotes:
+        """Let islands meet if it is time to; return what all have decided: nothing in between.
+
+        agreed: the decision of this island. Comm: that of `Outer.step` and `Outer.agree`.
+        """
+        if not outer.meets(step):
+            return StepVotes()
+        with self.recorder.at("opt"):
+            start = self.ops.instant()
+            outer.step()
+            stop, save, written = outer.agree(astuple(agreed))
+            self.recorder.span("opt", start, end=self.ops.instant())
+        return StepVotes(stop > 0, save > 0, written == self.grid.size(ISLAND))
+
     def gradients(
         self, step: int, get_batch: GetBatch, votes: Callable[[], StepVotes] = StepVotes
     ) -> tuple[float, float, StepVotes]:
@@ -116,12 +136,12 @@ class Worker:
         not finite on any rank, the norm is not finite on all of them. votes() returns this rank's
         StepVotes; it is called as late as possible, because a step may take minutes.
         Comm: the schedule's sends and receives, the layers' barriers, data (and tie) sums,
-        and one all_reduce of five numbers over world.
+        and one all_reduce of five numbers over all ranks that take the step together.
         """
         self.recorder.step = step
         self.gradsync.zero()
         for stage in self.stages.values():
-            stage.set_loss_scale(self.loss_scale.value / self.num_tokens)
+            stage.set_loss_scale(self.loss_scale.value / self.own_tokens)
         start = self.ops.instant()
         with self.recorder.at("sync"):
             self.losses = self.engine.run(self.program, get_batch)
@@ -129,11 +149,12 @@ class Worker:
             self.gradsync.finish()
             self.gradsync.unscale(self.loss_scale.value)
             loss, squares = self._loss_and_squares()
+            values = [loss, squares, *map(float, astuple(votes()))]
             loss, squares, stop, save, written = all_reduce_scalars(
-                self.ops, self.comms, [loss, squares, *map(float, astuple(votes()))], "step.norm"
+                self.ops, self.comms, values, "step.norm", "inner"
             )
-        agreed = StepVotes(stop > 0, save > 0, written == self.comms["world"].size)
-        return loss / self.num_tokens, math.sqrt(squares), agreed
+        agreed = StepVotes(stop > 0, save > 0, written == self.comms["inner"].size)
+        return loss / self.own_tokens, math.sqrt(squares), agreed
 
     def _loss_and_squares(self) -> tuple[float, float]:
         """Return this rank's parts of the sum of losses and of the squared gradient norm.
@@ -184,9 +205,15 @@ class Worker:
             build.gathered_weights(config.memory, ops, self.stages),
         )
         self.optimizer = OPTIMIZERS[config.train.optimizer](ops, self.flats, config.train)
+        self.outer: Outer | None = None
+        self.island: int | None = None
+        if config.grid.islands is not None:
+            self.island = grid.place(ISLAND)
+            self.outer = Outer(ops, self.flats, self.comms, config.train)
         self.loss_scale = LossScale(config.run)
         assert config.train.batch_size, "the Config is not resolved"
         self.num_tokens = config.train.batch_size * config.model.targets_per_row
+        self.own_tokens = self.num_tokens // self.grid.size(ISLAND)  # of this rank's island
         self.losses = {}  # of the latest step here, by microbatch
 
     @functools.cached_property
@@ -252,6 +279,8 @@ class Worker:
     def evaluate(self, rows: Any) -> tuple[float, int]:
         """Return (mean loss in nats per token, number of tokens) of one sweep of held-out rows.
 
+        Of islands, the outer weights are evaluated.
+
         It changes nothing that a step reads. The sum is the same on every layout, except for the
         order of its terms.
 
@@ -260,13 +289,14 @@ class Worker:
         Comm: one sweep of forward passes and one all_reduce over world.
         """
         total, count = 0.0, rows.rows_of_sweep() * self.config.model.targets_per_row
-        for number in range(rows.num_sweeps()):
-            batches, counted = rows.filled_sweep(number)
-            losses = self.forward(range(len(batches)), batches.__getitem__)
-            if self.comms["tp"].index == 0:
-                total += sum(
-                    self.ops.numbers([loss for mb, loss in losses.items() if mb < counted])
-                )
+        with self.outer.in_place() if self.outer is not None else nullcontext():
+            for number in range(rows.num_sweeps()):
+                batches, counted = rows.filled_sweep(number)
+                losses = self.forward(range(len(batches)), batches.__getitem__)
+                if self.comms["tp"].index == 0:
+                    total += sum(
+                        self.ops.numbers([loss for mb, loss in losses.items() if mb < counted])
+                    )
         with self.recorder.at("eval"):
             (total,) = all_reduce_scalars(self.ops, self.comms, [total], "eval.loss")
         if not math.isfinite(total):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipar.comm.grid import ISLAND
 from mpipar.errors import DataError
 from mpipar.run.checkpoint import boxes
 from mpipar.run.checkpoint.disk import BLOCK_BYTES
-from mpipar.run.checkpoint.manifest import Manifest, Tensor, digest_problem
+from mpipar.run.checkpoint.manifest import Manifest, Tensor, digest_problem, saved_as, saved_kinds
 from mpipar.run.checkpoint.tensor_file import open_tensors
 from mpipar.run.files.bounded import problems_as
 
@@ -74,7 +75,7 @@ def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
     ]
     if len(names) > MOST_LINES:
         lines.append(f"and {len(names) - MOST_LINES} other tensors")
-    kinds = tuple(sorted(("master", *worker.optimizer.kinds)))
+    kinds = saved_kinds(("master", *worker.optimizer.kinds), worker.config.grid.islands)
     if manifest.kinds != kinds:
         lines.append(
             f"for each tensor it has {', '.join(manifest.kinds)}; the optimizer"
@@ -103,9 +104,11 @@ def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
         for flat in worker.flats:
             for kind in flat.state:
                 for target in flat.weights if kind == "master" else [kind]:
-                    _fill(ops, pieces, kind, flat.held(target))
+                    _fill(ops, pieces, saved_as(kind, worker.island), flat.held(target))
             flat.publish()
-    worker.loss_scale.restore(manifest.loss_scale)
+    if worker.outer is not None:
+        worker.outer.begun = True
+    worker.loss_scale.restore(manifest.scales[worker.grid.place(ISLAND)])
 
 
 def _fill(ops, pieces: Pieces, kind: str, parts) -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,23 @@ GONE = "a checkpoint can't be read without its manifest: was it removed meanwhil
 STEP_FOLDER = re.compile(r"step-(\d{8,15})")
 PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
 MOST_BYTES = 128 << 20  # of a manifest; a piece takes about 170
+
+
+# What all islands have in common, so that a checkpoint's weights are the outer ones: buffer -> kind.
+COMMON = {"outer": "master", "velocity": "outer_momentum"}
+
+
+def saved_as(buffer: str, island: int | None) -> str:
+    """Return the kind of a buffer of an island, each of which has its own; None: none exist."""
+    return buffer if island is None else COMMON.get(buffer, f"{buffer}.island{island}")
+
+
+def saved_kinds(buffers: Iterable[str], islands: int | None) -> tuple[str, ...]:
+    """Return all kinds of a checkpoint, sorted. buffers: those of a run without islands."""
+    if islands is None:
+        return tuple(sorted(buffers))
+    own = (saved_as(buffer, island) for buffer in buffers for island in range(islands))
+    return tuple(sorted([*COMMON.values(), *own]))
 
 
 class Tensor(NamedTuple):
@@ -56,7 +74,7 @@ class Scale(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of one kind (master, m, v) of a tensor, stored in `file` under the name `key`."""
+    """A box of one kind (master, m, v; see `saved_as`) of a tensor, stored in `file` under the name `key`."""
 
     file: str
     key: str
@@ -70,9 +88,9 @@ class Manifest:
     """The content of a checkpoint.
 
     config: the run's configuration as TOML. layout: {axis: ranks}, and schedule: its name, of the
-    run that wrote it; a reader needs neither. loss_scale: the entries of a Scale. data: the
-    fingerprint of the data. tensors, files: by name. pieces: they cover each kind of each tensor
-    exactly once.
+    run that wrote it; a reader needs neither. loss_scale: the entries of a Scale, of the first
+    island; further_scales: those of the others. data: the fingerprint of the data. tensors, files:
+    by name. pieces: they cover each kind of each tensor exactly once.
     """
 
     step: int
@@ -85,6 +103,12 @@ class Manifest:
     files: dict[str, File]
     pieces: tuple[Piece, ...]
     format: int = FORMAT
+    further_scales: tuple[dict, ...] = ()
+
+    @property
+    def scales(self) -> tuple[dict, ...]:
+        """The loss scale of each island."""
+        return (self.loss_scale, *self.further_scales)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -166,7 +190,8 @@ def _manifest(content) -> Manifest:
     if type(config) is not str:
         raise ValueError(f"config is {shown(config)}")
     found = built(Manifest, content | {"config": ""}, "it")  # every other text has one line
-    built(Scale, found.loss_scale, "loss_scale")
+    for scale in found.scales:
+        built(Scale, scale, "loss_scale")
     for name in found.files:
         if not PIECES_FILE.fullmatch(name):  # a match is a file in this folder
             raise ValueError(f"{shown(name)} is not the name of a file of pieces")

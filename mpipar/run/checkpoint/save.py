@@ -24,12 +24,13 @@ from time import perf_counter, perf_counter_ns
 from typing import NamedTuple
 
 from mpipar.comm.facts import broadcast_text, gather_facts
-from mpipar.comm.grid import AXES
+from mpipar.comm.grid import ISLAND
 from mpipar.errors import OutputError
 from mpipar.run.checkpoint import boxes
 from mpipar.run.checkpoint.disk import BLOCK_BYTES, safetensors_head, sync_folder, write_new
 from mpipar.run.checkpoint.folders import delete, make_partial, put_in_place, rename_outdated
 from mpipar.run.checkpoint.manifest import (
+    COMMON,
     NAME,
     File,
     Manifest,
@@ -38,6 +39,7 @@ from mpipar.run.checkpoint.manifest import (
     file_problems,
     piece_problem,
     pieces_file,
+    saved_as,
     step_folder_name,
 )
 
@@ -49,14 +51,15 @@ class Own(NamedTuple):
     x: object
 
 
-def place_among_copies(comms, param, shared=False) -> tuple[int, int]:
+def place_among_copies(comms, param, shared=False, everywhere=True) -> tuple[int, int]:
     """Return (index, count) of this rank among all ranks that hold the same numbers of a Param.
 
     These are the ranks of its own copy groups, and of the data group unless that shards the numbers
-    (`shared`).
+    (`shared`); and of all islands, unless each has its own.
     """
     index, count = 0, 1
     groups = (*param.copy_groups, *(() if shared else param.grad_groups[-1:]))
+    groups += (ISLAND,) * everywhere
     for comm in (comms[name] for name in groups):
         index, count = index * comm.size + comm.index, count * comm.size
     return index, count
@@ -70,9 +73,11 @@ def own_pieces(worker) -> list[Own]:
     """
     file, found = pieces_file(worker.grid.world_rank), []
     for flat in worker.flats:
-        for kind in flat.state:
-            for param, first, values in flat.held(kind):
-                place = place_among_copies(worker.comms, param, flat.shares(kind))
+        for buffer in flat.state:
+            kind = saved_as(buffer, worker.island)
+            for param, first, values in flat.held(buffer):
+                everywhere = worker.island is None or buffer in COMMON
+                place = place_among_copies(worker.comms, param, flat.shares(buffer), everywhere)
                 for held, x in boxes.boxes_of_part(param, first, values):
                     box = boxes.share_of_rows(held, *place)
                     if boxes.volume(box):
@@ -253,7 +258,7 @@ class Saver:
         flight, self.flight = self.flight, None
         self.write_seconds = written.get("seconds", 0.0)
         self.comm.barrier("save.written")
-        facts = gather_facts(self.mpi_world, written)
+        facts = gather_facts(self.mpi_world, written | {"loss_scale": flight.loss_scale})
         problem = self._commit_files(flight, facts) if facts else ""
         self.comm.barrier("save.committed")
         problem = broadcast_text(self.mpi_world, problem)
@@ -297,7 +302,8 @@ class Saver:
         failed += file_problems(partial, files)  # as when hosts do not share the folder
         try:
             if not failed:
-                text = self._manifest(flight, files).text()
+                scales = [fact["loss_scale"] for fact in facts[:: self.worker.comms["inner"].size]]
+                text = self._manifest(flight.step, scales, files).text()
                 write_new(partial / NAME, [text.encode()])
                 sync_folder(partial)
                 put_in_place(partial, flight.step)
@@ -310,16 +316,17 @@ class Saver:
         self.deletion = self.thread.submit(delete, outdated)
         return ""
 
-    def _manifest(self, flight: Flight, files: dict[str, File]) -> Manifest:
+    def _manifest(self, step: int, scales: list[dict], files: dict[str, File]) -> Manifest:
         worker = self.worker
         return Manifest(
-            step=flight.step,
+            step=step,
             config=self.facts["config"],
-            layout={axis: worker.grid.size(axis) for axis in AXES},
+            layout=worker.grid.layout,
             schedule=worker.schedule.name,
-            loss_scale=flight.loss_scale,
+            loss_scale=scales[0],
             data=self.facts["data"],
             tensors=self.tensors,
             files=files,
             pieces=self.pieces,
+            further_scales=tuple(scales[1:]),
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipar.comm.grid import ISLAND
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
 from mpipar.run.checkpoint import boxes, formats, tokenizer_files
@@ -76,7 +77,7 @@ def stream(worker, kind: str):
                 part = boxes.overlap(shard, box)
                 if part is None:
                     continue
-                owner = grid.at(**{"pp": pp_rank, "data": 0, "tp": 0, **places})
+                owner = grid.at(**{ISLAND: 0, "pp": pp_rank, "data": 0, "tp": 0, **places})
                 piece = None
                 if grid.world_rank == owner:
                     piece = own[boxes.within(part, shard)]

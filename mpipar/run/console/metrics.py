@@ -42,14 +42,15 @@ class Metrics:
         self.numbers.append(np.append((now - self.before).ravel(), result.step_seconds))
         self.before = now
 
-    def flush(self, mpi_world) -> list[dict] | None:
-        """Write the collected steps; return their objects on world rank 0.
+    def flush(self, mpi_inner) -> list[dict] | None:
+        """Write the collected steps; return their objects on the first rank, of each island.
 
-        Comm: one Gather over the world, without a record; every rank must call it at the same step.
+        Comm: one Gather over the ranks that take a step together, without a record; all of them
+        must call it at the same step.
         """
         if not self.steps:
             return [] if self.file else None
-        stacked = gather_numbers(mpi_world, np.array(self.numbers))  # (ranks, steps, numbers)
+        stacked = gather_numbers(mpi_inner, np.array(self.numbers))  # (ranks, steps, numbers)
         objects = None
         if stacked is not None:
             objects = [self._object(step, stacked[:, i]) for i, step in enumerate(self.steps)]

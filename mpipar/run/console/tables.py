@@ -65,7 +65,9 @@ def short_count(count: float) -> str:
 
 def layout_text(grid) -> str:
     """Return the layout of a resolved GridConfig as text."""
-    return sizes_text(vars(grid)) + (f", attention by {grid.cp_attention}" if grid.cp > 1 else "")
+    islands = f" in {counted(grid.islands, 'island')}" if grid.islands else ""
+    attention = f", attention by {grid.cp_attention}" if grid.cp > 1 else ""
+    return sizes_text(vars(grid)) + islands + attention
 
 
 def microbatches_text(count: int) -> str:

@@ -7,7 +7,7 @@ of a microbatch, T tokens that a rank reads of each.
 
 import numpy as np
 
-from mpipar.comm.grid import token_pieces
+from mpipar.comm.grid import ISLAND, token_pieces
 from mpipar.errors import DataError
 from mpipar.layers.stash import Batch
 from mpipar.run.data.source import load_source
@@ -140,7 +140,8 @@ class Rows:
     def __init__(self, ops, part, config, grid):
         self.ops, self.part = ops, part
         self.seed, self.distance = config.run.seed, config.model.targets_per_row
-        self.dp_rank, self.dp_size = grid.place("dp"), grid.size("dp")
+        self.dp_size = grid.size(ISLAND) * grid.size("dp")
+        self.dp_rank = grid.place(ISLAND) * grid.size("dp") + grid.place("dp")
         self.num_rows = rows_per_microbatch(config)
         self.num_microbatches = config.grid.num_microbatches
         self.places = token_places(self.distance, config.grid, grid.place("cp"))

@@ -113,7 +113,7 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
 
     All ranks see the same texts. Raises NonFiniteError on every rank if a logit is not finite.
     Comm: per round one forward pass of each group, one all_gather over tp for each, and one
-    all_reduce of a number per text over world.
+    all_reduce of a number per text over all ranks (of an island).
     """
     for text in texts:
         if text.room(sampling, worker.config.model.seq_len) <= 0:
@@ -133,7 +133,7 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
             ):
                 if speaks and text in groups[mb].spoken and not text.end:
                     chosen[places[text]] = draw(candidates, sampling, text.number, len(text.tokens))
-        ids = all_reduce_scalars(worker.ops, worker.comms, chosen, "generate.next")
+        ids = all_reduce_scalars(worker.ops, worker.comms, chosen, "generate.next", "inner")
         if any(np.isnan(ids)):
             raise NonFiniteError(
                 "a logit is infinite or not a number, so no token is the most likely; try another"

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from time import perf_counter_ns
 
 from mpipar.comm.facts import broadcast_text, gather_facts
-from mpipar.comm.grid import AXES
+from mpipar.comm.grid import EVERY, ISLAND
 from mpipar.models.decoder import ENTRY
 from mpipar.run.process.streams import warn
 from mpipar.run.trace import trace_file
@@ -142,7 +142,7 @@ class Tracer:
             "world_rank": worker.grid.world_rank,
             "host": os.uname().nodename,
             "pid": os.getpid(),
-            "place": {axis: worker.grid.place(axis) for axis in AXES},
+            "place": {axis: worker.grid.place(axis) for axis in EVERY},
             "stages": sorted(worker.stages),
             "groups": groups,
             "steps": self.steps,
@@ -166,10 +166,10 @@ class Tracer:
             trace_file.common_facts(
                 worker.schedule,
                 worker.stage_layers,
-                {axis: worker.grid.size(axis) for axis in AXES},
+                {axis: worker.grid.size(axis) for axis in EVERY},
                 ENTRY,
                 recording=self.recording,
-                rank_order=worker.grid.order,
+                rank_order=(ISLAND, *worker.grid.order),
                 model=asdict(config.model),
                 batch_size=config.train.batch_size,
                 dtype=config.run.dtype,

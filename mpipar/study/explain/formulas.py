@@ -12,7 +12,7 @@ from typing import NamedTuple
 import ml_dtypes  # noqa: F401 - registers bfloat16 with NumPy
 import numpy as np
 
-from mpipar.comm.grid import chunk_size
+from mpipar.comm.grid import ISLAND, chunk_size
 from mpipar.comm.record import family
 from mpipar.layers.context import recomputed_blocks
 from mpipar.layers.parallel.context import keeps_scores
@@ -194,8 +194,11 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
             ranks = prediction.groups.get(groups[-1], ())
             if len(ranks) > 1:
                 found[groups[-1]] = _data(config, prediction, groups[-1], len(ranks), m)
-    if grid.world_size > 1:
-        found["world"] = Expected("1 (the norm)", 1)
+    inner = "inner" if grid.size(ISLAND) > 1 else "world"
+    if len(prediction.groups[inner]) > 1:
+        found[inner] = Expected("1 (the norm)", 1)
+    if grid.size(ISLAND) > 1:
+        found[ISLAND] = _islands(config, prediction, grid.size(ISLAND))
     return found
 
 
@@ -256,7 +259,7 @@ def _sums(config, prediction) -> Expected | None:
     lengths = [length for groups, length in prediction.segments if "tp" in groups]
     if not lengths:
         return None
-    copies = config.grid.dp * config.grid.cp if config.memory.zero else 1
+    copies = config.grid.island_dp * config.grid.cp if config.memory.zero else 1
     q, over = config.grid.tp, "/(dp*cp)" if config.memory.zero else ""
     numbers = sum(length // copies for length in lengths)
     return Expected(
@@ -312,6 +315,28 @@ def _data(config, prediction, group: str, group_size: int, m: int) -> Expected:
         gathers * len(lengths) + calls,
         f"(q-1)/q * ({gathers_text}weights + {words})",
         factor * (gathers * sum(lengths) * itemsize + sums * sum_itemsize),
+    )
+
+
+def _islands(config, prediction, q: int) -> Expected:
+    """Return the Expected of the step in which islands meet."""
+    numbers, over = own_numbers(config, prediction), "/x" if config.memory.zero else ""
+    calls, factor = len(prediction.segments) + 1, 2 * (q - 1) / q
+    size = numbers * bytes_of_numbers(config)[1] + 3 * 8  # of three votes
+    every = f"once in {config.train.outer_interval} steps"
+    return Expected(
+        f"segments + 1 (votes), {every}",
+        calls,
+        f"2(q-1)/q * (N*s{over} + 24), {every}",
+        factor * size,
+    )
+
+
+def own_numbers(config, prediction) -> int:
+    """Return how many numbers a rank updates: all it holds, or its pieces of them (--zero)."""
+    return sum(
+        length // (len(prediction.groups.get(groups[-1], "1")) if config.memory.zero else 1)
+        for groups, length in prediction.segments
     )
 
 

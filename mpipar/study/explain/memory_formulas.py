@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpipar.study.explain.formulas import bytes_of_numbers, text, units_of
+from mpipar.study.explain.formulas import bytes_of_numbers, own_numbers, text, units_of
 from mpipar.study.explain.layer_costs import value
 from mpipar.train.optim import OPTIMIZERS
+from mpipar.train.outer import outer_copies
 
 
 class Form(NamedTuple):
@@ -29,12 +30,9 @@ def states(config, prediction) -> dict[str, Form]:
     """
     e, s = bytes_of_numbers(config)
     level = config.memory.zero
-    over = "/x" if level and config.grid.dp * config.grid.cp > 1 else ""
+    over = "/x" if level and config.grid.island_dp * config.grid.cp > 1 else ""
     numbers = sum(length for _, length in prediction.segments)
-    pieces = sum(
-        length // (len(prediction.groups.get(groups[-1], "1")) if level else 1)
-        for groups, length in prediction.segments
-    )  # what this rank keeps of them
+    pieces = own_numbers(config, prediction)
     units = [
         [sum(length for _, length in unit) for unit in units] for units in prediction.reads.values()
     ]
@@ -51,7 +49,7 @@ def states(config, prediction) -> dict[str, Form]:
             )
         found["gradients"] = Form("N*s/x + u*s", pieces * s + max(turns) * s)
     masters = int(np.dtype(config.run.dtype).itemsize < s)
-    copies = len(OPTIMIZERS[config.train.optimizer].kinds) + masters
+    copies = len(OPTIMIZERS[config.train.optimizer].kinds) + masters + outer_copies(config)
     if copies:
         found["optimizer"] = Form(f"{copies}N*s{over}", copies * pieces * s)
     return found

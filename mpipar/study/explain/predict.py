@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mpipar import ops as ops_module
-from mpipar.comm.grid import Grid
+from mpipar.comm.grid import ISLAND, Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.memory import MemoryConfig
@@ -21,6 +21,7 @@ from mpipar.models.decoder import Stage
 from mpipar.run.checkpoint.save import num_elements, own_pieces
 from mpipar.run.data import rows
 from mpipar.train.optim import OPTIMIZERS
+from mpipar.train.outer import outer_copies
 from mpipar.train.worker import Worker
 from mpipar.train.zero import unit_segments
 
@@ -75,7 +76,8 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
         elements = num_elements(own_pieces(worker))
         snapshot = ops.empty((elements,), ops.statistics, label="snapshot")  # noqa: F841 (held)
     blank_batch = rows.blank_batch
-    worker.train_step(1, lambda mb: blank_batch(ops, config))
+    step = config.train.outer_interval if worker.outer else 1  # islands meet in it
+    worker.train_step(step, lambda mb: blank_batch(ops, config))
     return Prediction(
         world_rank,
         ops.peak,
@@ -102,7 +104,7 @@ def predict_stages(config) -> list[Prediction]:
     return [
         predict(config, one.world_rank)
         for one in places
-        if not any(map(one.place, ("dp", "cp", "tp")))
+        if not any(map(one.place, (ISLAND, "dp", "cp", "tp")))
     ]
 
 
@@ -164,7 +166,7 @@ def _unit_memory(config) -> dict:
     stage.backward_weight(stash, watch)
     kept = watch.taken
     moments = len(OPTIMIZERS[config.train.optimizer].kinds)
-    copies = 1 + moments + (ops.dtype != ops.statistics)
+    copies = 1 + moments + (ops.dtype != ops.statistics) + outer_copies(config)
     each = ops.dtype.itemsize + copies * ops.statistics.itemsize
     weights = [
         each * sum(p.size for layer in layers for p in layer.params) for layers in stage.units

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 
 from mpipar import models
+from mpipar.comm.grid import ISLAND
 from mpipar.comm.record import PASSES
 from mpipar.config.model import model_config
 from mpipar.models.split import balanced_layers, stage_flops
@@ -178,7 +179,8 @@ def one_at_a_time(trace: Trace) -> list[Finding]:
         f"bubble {bubble:.0%}: one of {size} pipeline ranks is active at a time, because one"
         " microbatch is in flight"
     )
-    rows = trace.meta["batch_size"] // trace.meta["layout"]["dp"]
+    sizes = trace.meta["layout"]
+    rows = trace.meta["batch_size"] // (sizes["dp"] * sizes.get(ISLAND, 1))
     parts = 1 if count > 1 else math.gcd(rows, MOST_PER_RANK * size)
     if count * parts == 1:
         text += "; a batch of one row for each replica cannot be cut into more"

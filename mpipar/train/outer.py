@@ -1,0 +1,121 @@
+"""DiLoCo: islands of ranks train apart, and average their weights once in many steps.
+
+Each island takes ordinary steps on its own part of the batch: gradients are summed, clipped and
+logged inside it, and its moments never leave it. After H of them (`--outer-interval`), and after
+the last step of a run, all islands meet in an outer step (Nesterov's momentum, arXiv 2311.08105):
+
+    d = outer weights - mean of the islands' weights      the barrier outer.delta
+    v = d + momentum * v
+    outer weights -= lr * (d + momentum * v)              and all islands go on from there
+
+Whatever an island cuts or shards is cut alike in all of them, so a rank meets only the ranks at the
+same place of the other islands (the axis `island`), and exchanges what it updates itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from mpipar.comm.grid import ISLAND
+from mpipar.comm.group import Pending
+from mpipar.comm.groups import Comms
+from mpipar.config.sections import Config
+from mpipar.config.train import TrainConfig
+from mpipar.layers.flat import FlatParams
+from mpipar.ops.functions import Ops
+from mpipar.train.gradsync import all_reduce_scalars
+
+KINDS = ("outer", "velocity")  # of moments
+
+
+def outer_copies(config: Config) -> int:
+    """Return how many numbers a rank keeps for the outer step, for each that it updates."""
+    return 0 if config.grid.islands is None else len(KINDS)
+
+
+class Outer:
+    """The outer weights and their optimizer. It adds two moments to the flat buffers of a rank.
+
+    begun: whether the islands have taken steps since they last met. `outer` is of use only then;
+    otherwise all islands have the outer weights.
+    """
+
+    def __init__(self, ops: Ops, flats: Sequence[FlatParams], comms: Comms, config: TrainConfig):
+        self.ops, self.flats, self.comms, self.config = ops, flats, comms, config
+        self.begun = False
+        for flat in flats:
+            for kind in KINDS:
+                flat.add_moment(kind)
+
+    def begin(self) -> None:
+        """Keep the weights from which all islands go on, before the first step after a meeting."""
+        for flat in self.flats if not self.begun else ():
+            for outer, master in zip(flat.pieces("outer"), flat.pieces("master"), strict=True):
+                self.ops.copy(outer, master)
+        self.begun = True
+
+    def meets(self, step: int) -> bool:
+        """Return whether the islands meet at the end of a step."""
+        return step % self.config.outer_interval == 0 or step == self.config.steps
+
+    def step(self) -> None:
+        """Give all islands the new outer weights.
+
+        Gradients are not needed any more: d is computed where they are.
+        Comm: per piece, one all_reduce over the islands; with ZeRO 1, one all_gather.
+        """
+        ops, islands, config = self.ops, self.comms[ISLAND], self.config
+        pending: list[Pending] = []
+        for flat in self.flats:
+            for number, d in enumerate(flat.summed):
+                master, outer, v = (flat.piece(kind, number) for kind in ("master", *KINDS))
+                ops.copy(d, outer)
+                ops.sgd_step(d, master, 1.0)
+                ops.scale(islands.all_reduce(d, "outer.delta"), 1 / islands.size)
+                ops.accumulate(ops.scale(v, config.outer_momentum), d)
+                ops.sgd_step(outer, d, config.outer_lr)
+                ops.sgd_step(outer, v, config.outer_lr * config.outer_momentum)
+                ops.copy(master, outer)
+                pending += self.publish(flat, number)
+        for one in pending:
+            one.wait()
+        self.begun = False
+
+    def publish(self, flat: FlatParams, number: int) -> list[Pending]:
+        """Round a changed piece to the data. Comm: with ZeRO 1, one all_gather is posted."""
+        if flat.rounds:
+            self.ops.copy(flat.piece("data", number), flat.piece("master", number))
+        return flat.updated(number)
+
+    def agree(self, votes: Sequence[bool]) -> list[int]:
+        """Return how many islands have decided so. Comm: one all_reduce over the islands."""
+        found = all_reduce_scalars(
+            self.ops, self.comms, [*map(float, votes)], "outer.votes", ISLAND
+        )
+        return [int(count) for count in found]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let layers read the outer weights inside the block. Comm: that of two `exchange`."""
+        if self.begun:
+            self.exchange()
+        yield
+        if self.begun:
+            self.exchange()
+
+    def exchange(self) -> None:
+        """Exchange the island's weights with the outer ones, by way of its gradients.
+
+        Comm: with ZeRO 1, one all_gather per piece.
+        """
+        pending: list[Pending] = []
+        for flat in self.flats:
+            for number, spare in enumerate(flat.summed):
+                master, outer = flat.piece("master", number), flat.piece("outer", number)
+                self.ops.copy(spare, master)
+                self.ops.copy(master, outer)
+                self.ops.copy(outer, spare)
+                pending += self.publish(flat, number)
+        for one in pending:
+            one.wait()
