@@ -246,9 +246,9 @@ LAYOUT = (
     Rule(
         "islands of replicas",
         ("islands", "dp"),
-        lambda v: v.islands and v.dp % v.islands > 0,
+        lambda v: v.islands and v.dp % v.islands > 0 and not v.chooses_layout,
         "islands are equal parts of the dp replicas; use an --islands that divides {dp}, such as"
-        " {fewer_islands}",
+        " {fewer_islands}, or a --dp that is a multiple of {islands}",
         complete=True,
     ),
     Rule(

@@ -34,7 +34,7 @@ PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
 MOST_BYTES = 128 << 20  # of a manifest; a piece takes about 170
 
 
-# What all islands have in common, so that a checkpoint's weights are the outer ones: buffer -> kind.
+# Buffer -> kind of what islands have in common, so that saved weights are the outer ones.
 COMMON = {"outer": "master", "velocity": "outer_momentum"}
 
 
@@ -74,7 +74,7 @@ class Scale(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A box of one kind (master, m, v; see `saved_as`) of a tensor, stored in `file` under the name `key`."""
+    """A box of one kind (see `saved_as`) of a tensor, stored in `file` under the name `key`."""
 
     file: str
     key: str

@@ -107,6 +107,10 @@ OUTSIDE = {  # settings that no case has
     "tensorboard": "needs an extra, and writes what metrics.jsonl has",
     "norm_eps": "is a number in one formula",
     **dict.fromkeys(
+        ("islands", "outer_interval", "outer_lr", "outer_momentum"),
+        "is no data parallelism, which lives are compared with; test_islands.py has it",
+    ),
+    **dict.fromkeys(
         ("head_dim", "rope_scaling", "max_positions", "expert_interval", "router_loss_coef"),
         "has no flag; tests/equal/models/test_architectures.py and test_experts.py have it",
     ),
