@@ -23,11 +23,6 @@ def programs() -> dict[str, Path]:
     return {".".join(parts).removesuffix(".__main__"): named[parts] for parts in sorted(named)}
 
 
-def subject(path: Path) -> str:
-    """Return the first line of a program's docstring."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-
-
 def main(argv: list[str]) -> int:
     """List the programs, or run the named one in this process; return the exit code."""
     found = programs()
@@ -35,7 +30,8 @@ def main(argv: list[str]) -> int:
         print("python -m bench NAME [FLAGS]; NAME --help says more. NAME is one of\n")
         width = max(map(len, found))
         for name, path in found.items():
-            print(f"  {name:{width}}  {subject(path)}")
+            doc = ast.get_docstring(ast.parse(path.read_text())) or ""
+            print(f"  {name:{width}}  {doc.partition(chr(10))[0]}")
         return 0
     name = argv[0]
     if name not in found:

@@ -15,13 +15,12 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import statistics
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,7 +42,6 @@ LIMIT = 1.2  # a save over the sum of its parts
 LAYERS, WIDTH_STEP = 4, 16
 BYTES_PER_PARAMETER = 12  # master and two moments in float32
 AXES = ("dp", "pp", "tp")  # the first one saves; all of them load
-FACTS = {"config": "", "data": {}}
 
 
 def model_of(state_bytes: int) -> dict:
@@ -65,12 +63,8 @@ def buffers(of) -> list[np.ndarray]:
     return [buffer[: flat.size] for flat in of.flats for buffer in flat.state.values()]
 
 
-class Part(NamedTuple):
-    """A part of a turn. what: its row, or "" if it is not timed. nbytes: that it moves here."""
-
-    what: str
-    call: Callable[[], None]
-    nbytes: int = 0
+# What follows one another: (row, or "" if it is not timed; call; bytes that it moves here).
+Turn = list[tuple[str, Callable[[], object], int]]
 
 
 class Bench:
@@ -80,42 +74,36 @@ class Bench:
     """
 
     def __init__(self, world, size: int, folder: Path):
-        self.world, self.folder, self.step = world, folder, 0
+        self.world, self.folder, self.steps = world, folder, count(1)
         axes = AXES if world.size > 1 else AXES[:1]
-        self.workers = {
-            f"{axis}={world.size}": worker(world, axis, model_of(size)) for axis in axes
-        }
+        model = model_of(size)
+        self.workers = {f"{axis}={world.size}": worker(world, axis, model) for axis in axes}
         self.layout, self.first = next(iter(self.workers.items()))
         rng = np.random.default_rng(0)
         for buffer in buffers(self.first):  # the same on all ranks: they are replicas
             buffer[...] = rng.standard_normal(buffer.shape, np.float32)
-        self.plain, self.beside = (
-            Saver(self.first, folder / kind, keep=1, background=kind == "beside", facts=FACTS)
-            for kind in ("plain", "beside")
-        )
-        own = np.concatenate([one.x.reshape(-1) for one in self.plain.own]).view(np.uint8)
-        self.blocks = [own[at : at + BLOCK_BYTES].data for at in range(0, len(own), BLOCK_BYTES)]
+        self.plain = self.saver("plain", self.first)
+        self.beside = self.saver("beside", self.first, background=True)
+        self.own = np.concatenate([one.x.reshape(-1) for one in self.plain.own]).view(np.uint8)
         self.file = folder / f"bytes-{world.rank}"
+
+    def saver(self, name: str, of, background: bool = False) -> Saver:
+        """Return a Saver into a folder of its own, which keeps one checkpoint."""
+        facts = {"config": "", "data": {}}
+        return Saver(of, self.folder / name, keep=1, background=background, facts=facts)
 
     def write(self) -> None:
         """Write the bytes of a save plainly, with fsync."""
         with open(self.file, "xb", buffering=0) as file:
-            for block in self.blocks:
-                assert file.write(block) == len(block)
+            for at in range(0, len(self.own), BLOCK_BYTES):
+                assert file.write(block := self.own[at : at + BLOCK_BYTES].data) == len(block)
             os.fsync(file.fileno())
 
-    def hash(self) -> None:
-        """Compute SHA-256 of the same bytes."""
-        digest = hashlib.sha256()
-        for block in self.blocks:
-            digest.update(block)
-
     def save(self, saver: Saver) -> None:
-        self.step += 1
-        saver.save(self.step)
+        saver.save(next(self.steps))
 
-    def load(self, layout: str) -> None:
-        step_folder = newest(self.plain)
+    def load(self, layout: str, saver: Saver) -> None:
+        step_folder = newest(saver)
         load_state(self.workers[layout], step_folder, read_manifest(step_folder))
 
     def forget(self) -> None:
@@ -125,38 +113,35 @@ class Bench:
         os.close(file)
 
     def check(self) -> None:
-        """Assert that each layout reads what was saved, and writes it back unchanged."""
-        before = [buffer.copy() for buffer in buffers(self.first)]
-        self.save(self.plain)
-        for layout in (*self.workers, self.layout):
+        """Assert that the state passes through all layouts unchanged."""
+        saver = self.plain
+        self.save(saver)
+        for number, layout in enumerate((*self.workers, self.layout)):
             for buffer in buffers(self.workers[layout]):
                 buffer[...] = np.nan
-            self.load(layout)
-            kept = {"keep": 1, "background": False, "facts": FACTS}
-            again = Saver(self.workers[layout], self.folder / "again", **kept)
-            again.save(self.step)
-            self.world.Barrier()  # until all have read
-        for old, new in zip(before, buffers(self.first), strict=True):
-            assert (old == new).all()
-        digests = [read_manifest(newest(saver)).files for saver in (self.plain, again)]
-        assert digests[0] == digests[1]
+            self.load(layout, saver)
+            saver = self.saver(f"again-{number}", self.workers[layout])
+            self.save(saver)
+        assert read_manifest(newest(saver)).files == read_manifest(newest(self.plain)).files
 
-    def turns(self) -> list[list[Part]]:
-        """Return what takes turns: the parts of each, one after the other."""
-        saved = sum(map(len, self.blocks))
-        found = [
-            [Part("write + fsync", self.write, saved), Part("", self.file.unlink)],
-            [Part("SHA-256", self.hash, saved)],
-            [Part("save", partial(self.save, self.plain), saved), Part("", self.plain.finish)],
+    def turns(self) -> list[Turn]:
+        """Return what takes turns."""
+        saved = self.own.nbytes
+        found: list[Turn] = [
+            [("write + fsync", self.write, saved), ("", self.file.unlink, 0)],
+            [("SHA-256", partial(hashlib.sha256, self.own), saved)],
+            [("save", partial(self.save, self.plain), saved), ("", self.plain.finish, 0)],
             [
-                Part("save, blocked (--save-async)", partial(self.save, self.beside), saved),
-                Part("save, beside (--save-async)", self.beside.finish, saved),
+                ("save, blocked (--save-async)", partial(self.save, self.beside), saved),
+                ("save, beside (--save-async)", self.beside.finish, saved),
             ],
         ]
         for layout, one in self.workers.items():
             what = f"load {layout}" + (", as saved" if one is self.first else "")
             held = sum(buffer.nbytes for buffer in buffers(one))
-            found.append([Part("", self.forget), Part(what, partial(self.load, layout), held)])
+            found.append(
+                [("", self.forget, 0), (what, partial(self.load, layout, self.plain), held)]
+            )
         return found
 
 
@@ -166,34 +151,33 @@ def newest(saver: Saver) -> Path:
     return step_folder
 
 
-def measure(world, turns: list[list[Part]], repeats: int) -> dict[str, np.ndarray] | None:
-    """Return {what: bytes of all ranks, seconds of each repetition}; None beside world rank 0.
+def measure(world, turns: list[Turn], repeats: int) -> list[dict]:
+    """Return a row for each operation that is timed; none beside world rank 0.
 
     All take turns, in a new order each time: a disk is slower after a large write, so nothing must
     always come second. Comm: barriers, a gather, and all of the turns.
     """
-    found = {part.what: [float(part.nbytes)] for turn in turns for part in turn if part.what}
+    found = {what: [float(moved)] for turn in turns for what, _, moved in turn if what}
     for repeat in range(repeats):
         for number in np.random.default_rng(repeat).permutation(len(turns)):
             if world.rank == 0:
                 os.sync()  # what others still have to write
-            for part in turns[number]:
+            for what, call, _ in turns[number]:
                 world.Barrier()
                 start = perf_counter()
-                part.call()
-                if part.what:
-                    found[part.what].append(perf_counter() - start)
+                call()
+                found.setdefault(what, []).append(perf_counter() - start)
+    found.pop("", None)
     ranks = gather_numbers(world, np.array(list(found.values())))
     if ranks is None:
-        return None
-    ranks[0, :, 0] = ranks[:, :, 0].sum(0)
-    ranks[0, :, 1:] = ranks[:, :, 1:].max(0)
-    return dict(zip(found, ranks[0], strict=True))
+        return []
+    moved, slowest = ranks[:, :, 0].sum(0), ranks[:, :, 1:].max(0)
+    return [row(*one, len(ranks)) for one in zip(found, moved, slowest, strict=True)]
 
 
-def row(what: str, ranks: int, nbytes: float, seconds: np.ndarray) -> dict:
+def row(what: str, nbytes: float, seconds: np.ndarray, ranks: int) -> dict:
     """Return the row of an operation."""
-    median = statistics.median(seconds)
+    median = float(np.median(seconds))
     return {
         "what": what,
         "ranks": ranks,
@@ -222,20 +206,20 @@ def measure_job(args, session) -> Outcome | int:
     try:
         bench = Bench(world, args.size, folder)
         bench.check()
-        found = measure(world, bench.turns(), args.repeats)
+        rows = measure(world, bench.turns(), args.repeats)
     finally:
         world.Barrier()
         if world.rank == 0:
             shutil.rmtree(folder)
-    return 0 if found is None else outcome(found, bench.layout, world.size, args.repeats)
+    return outcome(rows, bench.layout, args.repeats) if rows else 0
 
 
-def outcome(found: dict[str, np.ndarray], layout: str, ranks: int, repeats: int) -> Outcome:
+def outcome(rows: list[dict], layout: str, repeats: int) -> Outcome:
     """Return the table, and the save compared with its parts."""
-    rows = [row(what, ranks, nbytes, seconds) for what, (nbytes, *seconds) in found.items()]
-    medians = {one["what"]: one["median_ms"] for one in rows}
-    ratio = medians["save"] / (medians["write + fsync"] + medians["SHA-256"])
-    kept, state = ratio <= LIMIT, found["save"][0] / 2**20
+    by_name = {one["what"]: one for one in rows}
+    save, *parts = (by_name[name]["median_ms"] for name in ("save", "write + fsync", "SHA-256"))
+    ratio, ranks = save / sum(parts), rows[0]["ranks"]
+    kept, state = ratio <= LIMIT, ranks * by_name["save"]["MiB_per_rank"]
     facts = {"ranks": ranks, "state_MiB": round(state, 1), "repeats": repeats}
     return Outcome(
         rows,

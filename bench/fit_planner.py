@@ -43,20 +43,17 @@ def paper_of(run: Run) -> str:
     return next((part for part in PAPERS if part in run.source), "others")
 
 
-def table_rows(device: str, operation: str) -> list[dict[str, str]]:
-    """Return the measured rows of an operation on a device."""
-    return [
-        row
-        for row in read_rows("measured_curves.csv")
-        if row["device"] == device and row["op"].startswith(operation)
-    ]
-
-
 def fit_products(device: str) -> dict[str, float]:
     """Fit start, rate and bytes per second of a product, over the shapes of a training step."""
     from scipy.optimize import least_squares
 
-    rows = [row for row in table_rows(device, "gemm_bfloat16") if int(row["m"]) >= 512]
+    rows = [
+        row
+        for row in read_rows("measured_curves.csv")
+        if row["device"] == device
+        and row["op"].startswith("gemm_bfloat16")
+        and int(row["m"]) >= 512
+    ]
     sizes = [tuple(float(row[name]) for name in "mnk") for row in rows]
     seconds = [
         2 * m * n * k / float(row["tflops"]) / 1e12

@@ -1,14 +1,12 @@
-"""Times text generation on one rank: with and without a cache, compared with transformers.
+"""Times text generation on one rank, compared with transformers.
 
-    python -m bench.generate                              # beside transformers
-    python -m bench.generate --contexts 64 256 1000       # with a cache and without it
+    python -m bench.generate
 
 The weights are random, and the same for every side. All sides take the likeliest token, so that
 each text has --new-tokens. Before anything is timed, transformers reads mpipar's texts: no other
 token may be likelier, except by rounding. Repetitions of all sides alternate.
 
-tokens_per_s counts the new tokens of all rows over the whole time, prompts included. A row without
-a cache is timed on single tokens, each of which runs the whole text through the model. first_ms:
+tokens_per_s counts the new tokens of all rows over the whole time, prompts included. first_ms:
 until the first new token. next_ms: median time of each further round, which adds a token to every
 row. over_transformers: tokens_per_s over that of transformers, its time per token over ours. All
 figures are medians over the repetitions.
@@ -33,7 +31,6 @@ from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
-from mpipar.layers.stash import Batch
 from mpipar.ops import make
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.inference.generate import Text, generate
@@ -41,7 +38,6 @@ from mpipar.run.inference.sampling import Sampling
 from mpipar.run.process.one_rank import OneRank
 
 TOLERANCE = 1e-4  # of the largest logit: how much likelier another token may be
-SINGLE_TOKENS = 3  # that are timed without a cache
 
 
 def add_flags(parser) -> None:
@@ -59,12 +55,6 @@ def add_flags(parser) -> None:
         type=flags.count,
         default=[1, 8],
         help="prompts at one time (1 8)",
-    )
-    parser.add_argument(
-        "--contexts",
-        nargs="+",
-        type=flags.count,
-        help="lengths of a text at which a token is timed with cache and without",
     )
 
 
@@ -88,13 +78,6 @@ class OurSide:
         times = [time.perf_counter()]
         times += (time.perf_counter() for _ in generate(self.worker, texts, Sampling(new_tokens)))
         return np.diff(times).tolist(), [text.tokens for text in texts]
-
-    def single(self, prompt) -> float:
-        """Return the seconds of one token of one text without a cache."""
-        batch = Batch(np.array([prompt]), None, np.arange(len(prompt)))
-        start = time.perf_counter()
-        self.worker.forward([0], lambda mb: batch)[0][-1].argmax()
-        return time.perf_counter() - start
 
 
 class TheirSide:
@@ -138,12 +121,6 @@ class TheirSide:
         return float((logits.max(axis=2) - chosen[..., 0]).max() / np.abs(logits).max())
 
 
-def random_prompts(config, count, length):
-    """Return prompts of random tokens."""
-    rng = np.random.default_rng(0)
-    return rng.integers(0, config.model.vocab_size, (count, length)).tolist()
-
-
 def measure(sides, prompts, args) -> dict[str, list[list[float]]]:
     """Return {name of a side: seconds of its rounds, for each repetition but the first}."""
     found = {name: [] for name in sides}
@@ -167,7 +144,7 @@ def row(preset, name, batch_size, new_tokens, runs) -> dict:
     }
 
 
-def over_sides(preset, args) -> list[dict]:
+def rows_of(preset, args) -> list[dict]:
     """Return a row for each side and batch size of one model. Raises WrongTextError."""
     kernels = ["numpy", *["numba"] * bool(importlib.util.find_spec("numba"))]
     ours = {f"mpipar {one}": OurSide(preset, one) for one in kernels}
@@ -175,7 +152,9 @@ def over_sides(preset, args) -> list[dict]:
     if importlib.util.find_spec("transformers"):
         theirs["transformers"] = TheirSide(first, args.threads)
     for batch_size in args.batch_sizes:
-        prompts = random_prompts(first.config, batch_size, args.prompt_tokens)
+        shape = batch_size, args.prompt_tokens
+        vocabulary = first.config.model.vocab_size
+        prompts = np.random.default_rng(0).integers(0, vocabulary, shape).tolist()
         for name, side in ours.items() if theirs else ():
             texts = side.run(prompts, args.new_tokens)[1]
             wrong = theirs["transformers"].disagreement(texts, args.prompt_tokens)
@@ -194,32 +173,10 @@ def over_sides(preset, args) -> list[dict]:
     return made
 
 
-def over_contexts(preset, args) -> list[dict]:
-    """Return a row for each length of a text: one token with a cache and without."""
-    side, made = OurSide(preset), []
-    for length in (one for one in args.contexts if one <= side.config.model.seq_len):
-        prompt = random_prompts(side.config, 1, length)[0]
-        few = SINGLE_TOKENS * args.repeats
-        rounds, _ = side.run([prompt[: max(1, length - few)]], few)
-        cached = statistics.median(rounds[1:])
-        plain = statistics.median(side.single(prompt) for _ in range(SINGLE_TOKENS))
-        made.append(
-            {
-                "model": preset,
-                "context": length,
-                "with_cache_tokens_per_s": 1 / cached,
-                "without_tokens_per_s": 1 / plain,
-                "times": plain / cached,
-            }
-        )
-    return made
-
-
 def measure_all(args, session) -> Outcome:
     """Measure all models."""
-    table = over_contexts if args.contexts else over_sides
     with threadpool_limits(args.threads):
-        made = [row for preset in args.presets for row in table(preset, args)]
+        made = [row for preset in args.presets for row in rows_of(preset, args)]
     names = ("threads", "prompt_tokens", "new_tokens", "repeats")
     facts = {name: getattr(args, name) for name in names}
     return Outcome(made, facts | results.versions("torch", "transformers", "numba"))

@@ -104,9 +104,18 @@ def measure(args, session) -> Outcome | int:
                 float(np.quantile(ways.get((nbytes, via), [1.0]), SHARE))
                 for via in ("own", BARE, COMM)
             )
-            line = {"case": section.case.name, "size_bytes": nbytes, "rounds": args.rounds}
-            line |= {"own_us": own, "mpi4py_us": bare, "comm_us": comm}
-            found.append(line | {"mpi4py_over_own": bare / own, "comm_over_own": comm / own})
+            found.append(
+                {
+                    "case": section.case.name,
+                    "size_bytes": nbytes,
+                    "rounds": args.rounds,
+                    "own_us": own,
+                    "mpi4py_us": bare,
+                    "comm_us": comm,
+                    "mpi4py_over_own": bare / own,
+                    "comm_over_own": comm / own,
+                }
+            )
     if session.world.rank:
         return 0
     return Outcome(found, {"library": bench.head(None, [])["library"], "ranks": 2})

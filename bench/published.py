@@ -4,8 +4,8 @@
 
 For each source it prints the errors of step time, by the constants of the package and by constants
 fitted without this source, compared with one constant utilization (MFU) for the source. It also
-shows how good the choice among measured layouts is, whether runs that took place are predicted to
-fit, and which ranks publishers' layouts have in plans. The default folder is bench/results.
+shows how good the choice among measured layouts is, and whether runs that took place are predicted
+to fit. The default folder is bench/results.
 """
 
 from __future__ import annotations
@@ -20,15 +20,10 @@ from statistics import fmean, median
 from bench import results
 from bench.fit_planner import left_out
 from bench.runs import Run, published_runs, read_runs
-from mpipar.config.layout import sizes_text
 from mpipar.study.plan.memory import GIB, fullest
-from mpipar.study.plan.report import why_not
-from mpipar.study.plan.search import Question, search
 
 OUT = Path(__file__).parent / "results"
-CHOSEN = ("dgxc", "Nemotron", "Llama 3")
 ONE_NODE = "vTrain, one node"
-PRINTED = 6  # layouts that a plan prints
 GROUPS = (  # title, a part of the column `source`, of `system`
     ("vTrain, many nodes", "ground_truth_multi", ""),
     ("Korthikanti et al.", "2205.05198", ""),
@@ -214,46 +209,6 @@ def answers(groups: dict[str, list[Run]]) -> list[dict]:
     return rows
 
 
-def publishers(runs) -> list[dict]:
-    """Return where the plans of some jobs rank the grids that their publishers chose, a row each.
-
-    Only sources that tell what their authors train with are used; FSDP alone is no choice.
-    """
-    rows = []
-    for run in runs:
-        cut = "405b" in run.row["model"] and run.shape.layers < 126
-        if not any(part in run.source for part in CHOSEN) or run.layout.zero > 1 or cut:
-            continue
-        question = Question(
-            run.shape,
-            run.machine,
-            run.layout.ranks,
-            run.machine.memory_gib,
-            run.stack,
-            int(run.row["gbs"]),
-            {},
-        )
-        best = search(question, PRINTED).best
-        chosen = dict(zip(("dp", "pp", "cp", "tp", "ep"), run.layout.grid, strict=True))
-        own = [one for one in best if one.layout.grid == run.layout.grid]
-        place = best.index(own[0]) + 1 if own else "-"
-        own = own or search(question._replace(fixed=chosen), 1).best
-        reason = (
-            "" if place != "-" else why_not(question, best[0], own[0]) if own else "does not fit"
-        )
-        rows.append(
-            {
-                "row": run.row["id"],
-                "job": f"{run.row['model']}, {run.layout.ranks} ranks",
-                "publisher": sizes_text(chosen),
-                "place": place,
-                "longer %": 100 * (own[0].step.total / best[0].step.total - 1) if own else "-",
-                "why not": reason,
-            }
-        )
-    return rows
-
-
 def main() -> None:
     """Print the tables and write the files."""
     parser = argparse.ArgumentParser(prog="bench.published", description=__doc__.split("\n\n")[0])
@@ -268,7 +223,6 @@ def main() -> None:
     for name, rows in (
         ("published", accuracies),
         ("published_answers", answers(groups)),
-        ("published_layouts", publishers(published_runs())),
     ):
         print(f"{results.markdown_table(rows)}\n")
         results.write(args.out / f"{name}.json", "bench.published", rows)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from time import perf_counter_ns
+from timeit import timeit
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +38,6 @@ from mpipar.run.files.text import counted
 CALL_LIMIT_NS, SHARE_LIMIT = 1500, 0.02
 BATCH = 200  # calls between two readings of the clock: short enough to fit between interruptions
 TAG = 3
-COLUMNS = ("operation", "bare_ns", "recorded_ns", "cost_ns", "cost_p10_ns")
 
 
 class Pair(NamedTuple):
@@ -94,42 +94,38 @@ def check(name: str, pair: Pair, recorder: Recorder, x, y) -> None:
         assert name != "send_and_receive" or (y == 1).all()
 
 
-def batch_ns(function) -> float:
-    """Return the nanoseconds per call in one batch."""
-    start = perf_counter_ns()
-    for _ in range(BATCH):
-        function()
-    return (perf_counter_ns() - start) / BATCH
-
-
-def measure_calls(repeats: int) -> dict:
-    """Return {name: (bare ns, recorded ns, cost ns, cost of the tenth best in a hundred)}, per
-    record.
-    """
+def measure_calls(repeats: int) -> dict[str, dict]:
+    """Return {name: row of an operation}."""
     from mpi4py import MPI
 
     recorder, mpi = Recorder(phase="F"), MPI.COMM_SELF.Dup()
     wire = MpiTransport(ops_module.make("cpu", "float32"), mpi, Options())
     x, y = np.ones(16, np.float32), np.zeros(16, np.float32)
     pairs = pairs_of(mpi, Comm("tp", (0, 1), 0, wire, recorder), x, y)
+    samples: dict = {name: ([], []) for name in pairs}
     for name, pair in pairs.items():
         check(name, pair, recorder, x, y)
-    samples: dict = {name: ([], []) for name in pairs}
     for _ in range(repeats):
         for name, (_, *calls) in pairs.items():
             for call, times in zip(calls, samples[name], strict=True):
-                times.append(batch_ns(call))
-    found = {}
-    for name, (bare, recorded) in samples.items():
-        count = pairs[name].records
-        tenth = [statistics.quantiles(values, n=10)[0] for values in (bare, recorded)]
-        found[name] = (
-            min(bare) / count,
-            min(recorded) / count,
-            (min(recorded) - min(bare)) / count,
-            (tenth[1] - tenth[0]) / count,
-        )
-    return found
+                times.append(timeit(call, number=BATCH))
+    return {name: row(name, pairs[name].records, *times) for name, times in samples.items()}
+
+
+def row(name: str, records: int, bare: list[float], recorded: list[float]) -> dict:
+    """Return the figures of an operation per record; bare, recorded: seconds of batches."""
+    each = 1e9 / BATCH / records
+    best, tenth = (
+        [each * of(times) for times in (bare, recorded)]
+        for of in (min, lambda times: statistics.quantiles(times, n=10)[0])
+    )
+    return {
+        "operation": name,
+        "bare_ns": best[0],
+        "recorded_ns": best[1],
+        "cost_ns": best[1] - best[0],
+        "cost_p10_ns": tenth[1] - tenth[0],
+    }
 
 
 def measure_step(world, steps: int) -> tuple[int, int, float]:
@@ -149,15 +145,14 @@ def measure_step(world, steps: int) -> tuple[int, int, float]:
 def measure(args, session) -> Outcome | int:
     """Measure both parts; code 1 if a limit is exceeded."""
     world = session.world
-    costs = measure_calls(args.repeats) if world.rank == 0 else None
+    rows = measure_calls(args.repeats) if world.rank == 0 else {}
     quiet_barrier(world)
     records, spans, step_ns = measure_step(world, args.steps)
     everything = world.gather((records, spans, step_ns))
     if world.rank > 0:
         return 0
-    rows = [dict(zip(COLUMNS, (name, *numbers), strict=True)) for name, numbers in costs.items()]
-    worst = max(cost for name, (_, _, cost, _) in costs.items() if name != "span")
-    shares = [(r * worst + s * costs["span"][2]) / ns for r, s, ns in everything]
+    worst = max(one["cost_ns"] for name, one in rows.items() if name != "span")
+    shares = [(r * worst + s * rows["span"]["cost_ns"]) / ns for r, s, ns in everything]
     busiest = max(range(world.size), key=shares.__getitem__)
     records, spans, step_ns = everything[busiest]
     summary = (
@@ -174,7 +169,7 @@ def measure(args, session) -> Outcome | int:
     }
     kept = worst <= CALL_LIMIT_NS and shares[busiest] <= SHARE_LIMIT
     return Outcome(
-        rows,
+        list(rows.values()),
         facts,
         0 if kept else EXIT_CHECK_FAILED,
         head=f"per record; limit {CALL_LIMIT_NS} ns",

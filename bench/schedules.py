@@ -62,11 +62,10 @@ class Sleeper:
 class NoSync:
     """Replaces gradient sums, which this benchmark does not need."""
 
-    def start(self, stage):
+    def nothing(self, *stage):
         pass
 
-    def test(self):
-        pass
+    start = test = nothing
 
 
 def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: int):

@@ -25,16 +25,17 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import timeit
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.kernels.attention import parts
 from bench.program import Outcome, Program
-from bench.timing import seconds_of
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
 from mpipar.ops import make, numpy_ops
@@ -50,16 +51,21 @@ HEAD_WIDTH = 64
 ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
-@dataclass(frozen=True)
-class Chain:
-    """One function with its arguments; it returns arrays or changes its arguments."""
+class Chain(NamedTuple):
+    """One function with its arguments; it returns arrays or changes its arguments.
+
+    constant: of numpy_ops, the tile. unit: elements of an array in a tile of 1. whole: the tile
+    that is no tiling.
+    """
 
     call: Callable
     arrays: tuple
     bytes: int
-    flops: int = 0
-    tiles: tuple = ELEMENTS
-    constant: tuple = (numpy_ops, "TILE")
+    flops: int
+    tiles: tuple
+    constant: str
+    unit: int
+    whole: int
 
 
 def add_flags(parser) -> None:
@@ -82,7 +88,7 @@ def check_flags(args, parser) -> None:
 
 
 def chains(args) -> dict[str, Chain]:
-    """Return {name: chain}, on random arguments."""
+    """Return {name: chain}, on random arguments; attention is over one sequence."""
     rng = np.random.default_rng(0)
 
     def real(*shape):
@@ -91,38 +97,37 @@ def chains(args) -> dict[str, Chain]:
     x, dy = real(args.rows, args.width), real(args.rows, args.width)
     w, mean, rstd = real(args.width), x.mean(axis=1), 1 / x.std(axis=1)
     state = (real(x.size), real(x.size), real(x.size), np.abs(real(x.size)))
-    found = {
-        "gelu_forward": Chain(lambda ops, x: ops.gelu_forward(x), (x,), 2 * x.nbytes),
-        "layernorm_backward_input": Chain(
-            lambda ops, *of: ops.layernorm_backward_input(*of), (dy, x, w, mean, rstd), 3 * x.nbytes
-        ),
-        "adamw_step": Chain(lambda ops, *of: ops.adamw_step(*of, **ADAMW), state, 7 * x.nbytes),
-    }
-    return found | attention(args, real)
-
-
-def attention(args, real) -> dict[str, Chain]:
-    """Return both halves of attention over one sequence, in tiles of queries."""
     positions = np.arange(args.seq_len)
     qkv = real(1, args.seq_len, 3, args.heads, HEAD_WIDTH)
-    dy = real(1, args.seq_len, args.heads, HEAD_WIDTH)
+    dheads = real(1, args.seq_len, args.heads, HEAD_WIDTH)
     y, probs = make("cpu", "float32").attention_forward(*parts(qkv), positions, positions)
-    pairs = args.heads * args.seq_len * (args.seq_len + 1) // 2
-    tiles = {"tiles": QUERIES, "constant": (numpy_ops, "QUERY_TILE")}
+    flops = HEAD_WIDTH * args.heads * args.seq_len * (args.seq_len + 1)  # 2 for each pair
+    elements = (0, ELEMENTS, "TILE", 1, x.size)
+    queries = (QUERIES, "QUERY_TILE", args.seq_len * args.heads, args.seq_len)
     return {
+        "gelu_forward": Chain(lambda ops, x: ops.gelu_forward(x), (x,), 2 * x.nbytes, *elements),
+        "layernorm_backward_input": Chain(
+            lambda ops, *of: ops.layernorm_backward_input(*of),
+            (dy, x, w, mean, rstd),
+            3 * x.nbytes,
+            *elements,
+        ),
+        "adamw_step": Chain(
+            lambda ops, *of: ops.adamw_step(*of, **ADAMW), state, 7 * x.nbytes, *elements
+        ),
         "attention_forward": Chain(
             lambda ops, qkv: ops.attention_forward(*parts(qkv), positions, positions)[0],
             (qkv,),
             qkv.nbytes + y.nbytes + probs.nbytes,
-            2 * 2 * HEAD_WIDTH * pairs,
-            **tiles,
+            2 * flops,
+            *queries,
         ),
         "attention_backward_input": Chain(
             lambda ops, dy, qkv, probs: backward(ops, dy, qkv, probs, positions),
-            (dy, qkv, probs),
-            2 * qkv.nbytes + dy.nbytes + probs.nbytes,
-            4 * 2 * HEAD_WIDTH * pairs,
-            **tiles,
+            (dheads, qkv, probs),
+            2 * qkv.nbytes + dheads.nbytes + probs.nbytes,
+            4 * flops,
+            *queries,
         ),
     }
 
@@ -147,7 +152,7 @@ def outcome(chain, ops):
 def best_seconds(function, repeats) -> float:
     """Return the shortest of `repeats` calls, after one that is not timed."""
     function()
-    return min(seconds_of(function, repeats))
+    return min(timeit.repeat(function, number=1, repeat=repeats))
 
 
 def peaks(repeats) -> dict[str, float]:
@@ -162,9 +167,6 @@ def peaks(repeats) -> dict[str, float]:
 
 def sweep(name, chain, args, peak) -> list[dict]:
     """Return the rows of one chain, one per tile. Raises ValueError if a result is wrong."""
-    module, constant = chain.constant
-    whole = args.seq_len if chain.flops else args.rows * args.width
-    row_elements = args.seq_len * args.heads if chain.flops else 1
     wanted = outcome(chain, ArrayOps(np, "float32", "cpu"))
 
     def row(shown, ops, tile_kib="-"):
@@ -185,14 +187,12 @@ def sweep(name, chain, args, peak) -> list[dict]:
             ),
         }
 
-    default, found = getattr(module, constant), []
-    try:
-        for tile in (*(tile for tile in chain.tiles if tile < whole), whole):
-            setattr(module, constant, tile)
-            shown = "all" if tile == whole else f"{tile} (default)" if tile == default else tile
-            found.append(row(shown, make("cpu", "float32"), tile * row_elements * 4 / 1024))
-    finally:
-        setattr(module, constant, default)
+    default, found = getattr(numpy_ops, chain.constant), []
+    shown_as = {default: f"{default} (default)", chain.whole: "all"}
+    for tile in (*(one for one in chain.tiles if one < chain.whole), chain.whole):
+        with mock.patch.object(numpy_ops, chain.constant, tile):
+            kib = tile * chain.unit * 4 / 1024
+            found.append(row(shown_as.get(tile, tile), make("cpu", "float32"), kib))
     fastest = min(one["ms"] for one in found)
     if importlib.util.find_spec("numba"):
         found.append(row("numba", make("cpu", "float32", kernels="numba")))
@@ -216,11 +216,6 @@ def run(args) -> Outcome:
     )
 
 
-def numpy_blas() -> str:
-    """Return NumPy's library with its version and the processor that its kernels are for."""
-    return blas.shown(blas.pools()[0]).replace(", kernels for", "")
-
-
 def run_products(args) -> Outcome:
     """Measure one product from loops to BLAS.
 
@@ -236,7 +231,7 @@ def run_products(args) -> Outcome:
     facts = {
         "size": args.size,
         "repeats": args.repeats,
-        "blas": numpy_blas(),
+        "blas": blas.shown(blas.pools()[0]).replace(", kernels for", ""),
         "copy_gbs": copy_gbs,
         "blas_gflops": rows[-1]["gflops"],
     }
@@ -244,7 +239,7 @@ def run_products(args) -> Outcome:
         rows,
         facts,
         variant="--products",
-        head=f"one thread: copy {copy_gbs:.1f} GB/s, {numpy_blas()}",
+        head=f"one thread: copy {copy_gbs:.1f} GB/s, {facts['blas']}",
     )
 
 

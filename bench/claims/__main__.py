@@ -4,7 +4,6 @@
     python -m bench.claims memory [--json FILE]           # bytes per rank against dp, pp and tp
     python -m bench.claims cuts [--json FILE]             # barriers of one layer by its cut
     python -m bench.claims scaling [--json FILE]          # FLOPs and bytes of a rank against tp
-    python -m bench.claims context [--json FILE]          # pairs that ranks of a long row multiply
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
     mpiexec -n 4 python -m bench.claims sharing [--json FILE]   # recomputation, ZeRO: their price
     mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
@@ -24,7 +23,6 @@ COMPUTED = {
     "barriers": computed.barriers,
     "memory": computed.memory,
     "cuts": computed.cuts,
-    "context": computed.context,
     "scaling": computed.scaling,
 }
 FACTS = {

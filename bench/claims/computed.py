@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from math import prod
 
-from mpipar.comm.grid import PIECES_PER_RANK, token_pieces
+from mpipar.comm.grid import PIECES_PER_RANK
 from mpipar.comm.record import POINT_TO_POINT, Sums
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
@@ -104,33 +104,6 @@ def memory() -> list[dict]:
                 for label in (*MEMORY_LABELS, "scratch")
             }
             | {"peak_MiB": most.peak_total / 2**20}
-        )
-    return rows
-
-
-def context() -> list[dict]:
-    """Return pairs of a query and a visible key by cp rank: with the zig-zag, and with one run.
-
-    The rank with most pairs keeps the others waiting. With one run of tokens per rank, the last
-    rank has 2 - 1/cp times the mean.
-    """
-    rows, tokens = [], 4096
-    for size, (method, pieces) in itertools.product((2, 4, 8), PIECES_PER_RANK.items()):
-        if method == "gather":  # holds the same tokens as the ring
-            continue
-        held = [token_pieces(tokens, method, size, index) for index in range(size)]
-        pairs = [
-            sum(place + 1 for piece in pieces for place in range(piece.start, piece.stop))
-            for pieces in held
-        ]
-        rows.append(
-            {
-                "cp": size,
-                "tokens_of_a_rank": "zig-zag" if pieces == 2 else "one run",
-                "largest_pairs": max(pairs),
-                "mean_pairs": sum(pairs) / size,
-                "largest_over_mean": max(pairs) * size / sum(pairs),
-            }
         )
     return rows
 

@@ -166,11 +166,6 @@ EXPERTS = {
 EXPERT_CASES = [(1,), (2,), (4,)]  # ep
 
 
-def with_experts(ep: int) -> Any:
-    """Return the resolved configuration of a row, without a trace."""
-    return configure({"dp": 4}, **EXPERTS | {"ep": ep})
-
-
 def expert_row(config, case, seconds: float, analysis) -> dict:
     """Return barriers, bytes, time and imbalance of experts on several ranks."""
     (ep,) = case
@@ -265,5 +260,7 @@ TABLES: dict[str, Table] = {
         SHARING, lambda layout, settings: configure(layout, **settings), sharing_row
     ),
     "limit": too_large,
-    "moe": from_steps(EXPERT_CASES, with_experts, expert_row, traced=True),
+    "moe": from_steps(
+        EXPERT_CASES, lambda ep: configure({"dp": 4}, ep=ep, **EXPERTS), expert_row, traced=True
+    ),
 }

@@ -60,10 +60,9 @@ def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
     product.take(full)
     for phase in PHASES:
         product.run(phase)
-    errors = product.errors(full)
     wrong = [
         f"{name} is off by {error:.1e}"
-        for name, error in errors.items()
+        for name, error in product.errors(full).items()
         if not error <= TOLERANCE[dtype]
     ]
     seconds, inside = [], []

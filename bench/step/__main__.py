@@ -251,13 +251,9 @@ def table(args, names, seconds, peak_tflops=None) -> list[dict]:
 
 def device_facts(args) -> dict:
     """Return facts that the figures of this rank's device depend on, with its peak if known."""
-    found = {}
-    if args.device == "cuda":
-        card = gpu.Gpu(args.repeats)
-        found = card.facts()
-        if args.dtype in card.roofs:
-            found["peak_tflops"] = card.roofs[args.dtype]
-    return found | ({"peak_tflops": args.peak_tflops} if args.peak_tflops else {})
+    card = gpu.Gpu(args.repeats) if args.device == "cuda" else None
+    peak = args.peak_tflops or (card and card.roofs.get(args.dtype))
+    return (card.facts() if card else {}) | ({"peak_tflops": peak} if peak else {})
 
 
 def head_of(args, num_ranks: int, compared: bool) -> str:

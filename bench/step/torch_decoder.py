@@ -31,17 +31,13 @@ class Part(torch.nn.Module):
         for name, w in weights.items():
             self.register_parameter(own_name(name), torch.nn.Parameter(w))
 
-    def has(self, name):
-        """Return whether there is such a weight."""
-        return hasattr(self, own_name(name))
-
     def weight(self, name):
-        """Return a weight in the model's type: the leaf itself if it has that type."""
-        return getattr(self, own_name(name)).to(self.dtype)
+        """Return a weight in the model's type, the leaf itself if it has that type; or None."""
+        w = getattr(self, own_name(name), None)
+        return w if w is None else w.to(self.dtype)
 
     def linear(self, x, name):
-        bias = self.weight(f"{name}.b") if self.has(f"{name}.b") else None
-        return functional.linear(x, self.weight(f"{name}.w"), bias)
+        return functional.linear(x, self.weight(f"{name}.w"), self.weight(f"{name}.b"))
 
     def norm(self, x, name):
         w, eps = self.weight(f"{name}.w"), self.model.norm_eps
@@ -65,13 +61,11 @@ class Block(Part):
 
     def heads(self, x):
         """Return q (B, H, T, d), k and v (B, K, T, d) of x (B, T, D)."""
-        if self.has("attn.qkv.w"):
-            qkv = self.linear(x, "attn.qkv").view(*x.shape[:2], 3, self.model.heads, -1)
-            return [qkv[:, :, i].transpose(1, 2) for i in range(3)]
-        return [
-            self.linear(x, f"attn.{part}").unflatten(-1, (-1, self.model.head_dim)).transpose(1, 2)
-            for part in "qkv"
-        ]
+        if self.weight("attn.qkv.w") is None:
+            parts = [self.linear(x, f"attn.{part}") for part in "qkv"]
+        else:
+            parts = self.linear(x, "attn.qkv").chunk(3, dim=-1)
+        return [one.unflatten(-1, (-1, self.model.head_dim)).transpose(1, 2) for one in parts]
 
     def wide(self, x):
         """Return the input of the block's last product."""
@@ -111,18 +105,18 @@ class Decoder(Part):
     def __init__(self, config, weights, dtype, fused: bool):
         ends = {name: w for name, w in weights.items() if not name.startswith("block")}
         super().__init__(config, ends, dtype)
-        self.blocks = torch.nn.ModuleList()
-        for index in range(config.model.layers):
-            start = f"block{index}."
-            own = {name[len(start) :]: w for name, w in weights.items() if name.startswith(start)}
-            self.blocks.append(Block(config, own, dtype, fused))
+        parts = [{} for _ in range(config.model.layers)]
+        for name in filter(lambda one: one not in ends, weights):
+            block, _, own = name.removeprefix("block").partition(".")
+            parts[int(block)][own] = weights[name]
+        self.blocks = torch.nn.ModuleList(Block(config, own, dtype, fused) for own in parts)
 
     def forward(self, tokens, targets, angles, hidden):
         """Return the mean loss of the batch, a tensor of one element."""
         table = self.weight("embedding.tokens")
         x = functional.embedding(tokens, table)
-        if self.has("embedding.positions"):
-            x = x + self.weight("embedding.positions")[: tokens.shape[1]]
+        if (positions := self.weight("embedding.positions")) is not None:
+            x = x + positions[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x, angles, hidden)
         head = table if self.model.tied else self.weight("head.table")

@@ -1,4 +1,10 @@
-"""Writes the generated blocks of the pages, and reports outdated pages: `bench.docs`."""
+"""Writes the generated parts of the pages, reports those that are outdated, or measures for them.
+
+python -m docs.build [PAGE...]              # write all pages, or these
+python -m docs.build --check [PAGE...]      # write nothing; exit 1 if a page is out of date
+python -m docs.build --no-run [PAGE...]     # leave the blocks alone whose commands take time
+python -m docs.build measure FILE.json ['COMMAND' ...]
+"""
 
 from __future__ import annotations
 
@@ -8,7 +14,6 @@ import difflib
 import sys
 from pathlib import Path
 
-import bench.docs
 from docs.build import measured, pages
 from docs.build.blocks import PageError
 from docs.build.commands import Workplace
@@ -27,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
             measured.measure(Path(argv[1]), argv[2:])
             return 0
         parser = argparse.ArgumentParser(
-            prog="python -m bench.docs",
-            description=bench.docs.__doc__,
+            prog="python -m docs.build",
+            description=__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("pages", nargs="*", type=Path, help="default: all")
@@ -65,7 +70,7 @@ def write(page: Path, *, check: bool, run: bool) -> int:
         before = file.read_text(encoding="utf-8") if file.exists() else ""
         if text != before and check:
             code = 1
-            print(f"{path}: out of date; run python -m bench.docs {page}")
+            print(f"{path}: out of date; run python -m docs.build {page}")
             lines = difflib.unified_diff(
                 before.splitlines(), text.splitlines(), "old", "new", lineterm="", n=0
             )

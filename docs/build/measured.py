@@ -1,7 +1,7 @@
 """Outputs that contain times or take long: kept in result files, with the machine that made them.
 
-    python -m bench.docs measure bench/results/tour/naive.json 'COMMAND' 'COMMAND'
-    python -m bench.docs measure bench/results/tour/naive.json      # its own commands once more
+    python -m docs.build measure bench/results/tour/naive.json 'COMMAND' 'COMMAND'
+    python -m docs.build measure bench/results/tour/naive.json      # its own commands once more
 
 All commands of a file run one after the other in one empty folder. If one of them traces a run, the
 file also keeps what two pictures need of it: its median step, that step simulated, and one barrier.
@@ -26,7 +26,7 @@ from mpipar.run.trace.trace_file import Trace, read
 from mpipar.study.trace import pop, waits
 from mpipar.study.trace.timeline import median_step
 
-BENCH = "bench.docs measure"
+BENCH = "docs.build measure"
 QUICK = 10  # seconds: a file whose commands take less has them run in CI
 
 

@@ -2,7 +2,7 @@
 
     python -m pytest -m "fault and (slow or not slow)" --faults=bench/results/faults.json
 
-Each start adds the columns of its own MPI library; python -m bench.docs then draws the table.
+Each start adds the columns of its own MPI library; python -m docs.build then draws the table.
 """
 
 import json

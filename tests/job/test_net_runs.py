@@ -86,7 +86,7 @@ def test_launches_give_one_table_and_two_results_compare(tmp_path):
 
 @pytest.mark.parametrize("start", [["-m", "bench.interconnect"], ["-m", "bench", "interconnect"]])
 def test_the_old_name_says_the_new_one(start):
-    words = ["latency", "--begin-bytes", "64", "--end-bytes", "64", "-n", "5", "--ways", "mpi4py"]
+    words = ["latency", "--begin-bytes", "64", "--end-bytes", "64", "-n", "5", "--via", "mpi4py"]
     done = net(2, *words, program=[sys.executable, *start])
     assert done.returncode == 0, done.tail()
     assert "is now: mpipar net" in done.stderr

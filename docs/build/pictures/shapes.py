@@ -92,10 +92,10 @@ def load(root: Path, words: list[str], bench: str) -> tuple[dict, str]:
 
 
 def load_trace(root: Path, words: list[str]) -> tuple[dict, str]:
-    """Return the trace in a file of `bench.docs measure`, and where it was measured. Raises
+    """Return the trace in a file of `docs.build measure`, and where it was measured. Raises
     DataError.
     """
-    found, measured = load(root, words, "bench.docs measure")
+    found, measured = load(root, words, "docs.build measure")
     if "trace" not in found:
         raise DataError(f"{words[0]}: none of its commands has traced a run; use train --trace")
     return found["trace"], measured

@@ -1,4 +1,4 @@
-"""What bench.docs writes into the pages is up to date, and wrong blocks are refused."""
+"""What docs.build writes into the pages is up to date, and wrong blocks are refused."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def written(*lines, workplace=None):
 def test_generated_parts_are_up_to_date(name):
     """All but the outputs of commands: test_commands_of_a_page_do_what_it_shows runs these."""
     for path, text in pages.write_page(Path(name), PAGES[name], None).items():
-        assert text == (REPOSITORY / path).read_text(), f"{path}: run python -m bench.docs"
+        assert text == (REPOSITORY / path).read_text(), f"{path}: run python -m docs.build"
 
 
 def test_results_name_functions_that_exist():
@@ -268,7 +268,7 @@ def test_check_names_the_page_that_is_out_of_date(tmp_path, monkeypatch, capsys)
     page = tmp_path / "page.md"
     page.write_text("<!-- table: exit codes -->\n<!-- end -->\n")
     assert program.main(["--check", str(page)]) == 1
-    assert "page.md: out of date; run python -m bench.docs page.md" in capsys.readouterr().out
+    assert "page.md: out of date; run python -m docs.build page.md" in capsys.readouterr().out
     assert program.main([str(page)]) == 0
     assert "| 0 | finished |" in page.read_text()
     assert program.main(["--check", str(page)]) == 0

@@ -1,6 +1,6 @@
 """README.md and docs/: links lead somewhere, commands can be typed.
 
-The broken twins below are pages that must be caught. What bench.docs writes: test_docs.py.
+The broken twins below are pages that must be caught. What docs.build writes: test_docs.py.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ SESSIONS = [
     )
 ]
 FENCE = re.compile(r"^ *```([^\n]*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-# Parts without sentences: fenced code, what bench.docs generates, comments, pictures.
+# Parts without sentences: fenced code, what docs.build generates, comments, pictures.
 NO_TEXT = re.compile(
     r"^```.*?^```$|<!-- (?:run|measured|code|result|picture|table): "
     r".*?<!-- end -->|<!--.*?-->|!\[[^]]*\]\([^)]*\)",
@@ -329,7 +329,7 @@ def test_commands_of_a_page_do_what_it_shows(name):
             assert code == codes.get(command, 0), f"{command}\n{output}"
         written = docs_pages.write_page(Path(name), page, workplace)
     for path, text in written.items():
-        assert text == (REPOSITORY / path).read_text(), f"{path}: run python -m bench.docs"
+        assert text == (REPOSITORY / path).read_text(), f"{path}: run python -m docs.build"
 
 
 @pytest.mark.slow
