@@ -1,12 +1,14 @@
-"""The schedule explorer in a real browser: its simulation and its proof are those of Python."""
+"""The schedule explorer and a trace's timeline in a real browser: they show what Python says."""
 
 import random
 import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import browser
 import pytest
-from trace_cases import pipeline_trace
+from trace_cases import blocking, busy_trace, pipeline_trace, span, trace, with_operations
+from trace_page import HOOK, example, tooltip
 
 from mpipar.commands import schedule as command
 from mpipar.pipeline.check import check
@@ -23,7 +25,6 @@ from mpipar.study.schedules import explorer
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.simulate import simulate
 
-pytestmark = pytest.mark.browser
 START = {
     "first": "1f1b",
     "second": "zb-h1",
@@ -70,7 +71,7 @@ def page(tmp_path_factory):
 
 
 @pytest.fixture
-def opened(window, page):
+def shown(window, page):
     """The page, just loaded; afterwards the console must be empty."""
     window.prefer("light")
     window.console()
@@ -102,7 +103,8 @@ return arguments[0].map(([facts, costs]) => {
 """
 
 
-def test_the_simulation_is_that_of_python(opened):
+@pytest.mark.browser
+def test_the_simulation_is_that_of_python(shown):
     """Costs whose sums a float holds exactly: every time must be equal."""
     cases = []
     for name in SCHEDULES:
@@ -119,7 +121,7 @@ def test_the_simulation_is_that_of_python(opened):
                     Costs(uneven, 1, uneven[::-1], latency=2.5),
                 )
             ]
-    answers = opened.run(
+    answers = shown.run(
         SIMULATE,
         [
             (explorer.schedule_facts(schedule), costs_json(costs, schedule.num_stages))
@@ -178,13 +180,14 @@ def complaint(schedule: Schedule) -> str:
     return ""
 
 
-def test_the_proof_is_that_of_python_word_for_word(opened):
+@pytest.mark.browser
+def test_the_proof_is_that_of_python_word_for_word(shown):
     chance, cases = random.Random(5), []
     for name in SCHEDULES:
         for p, m in ((2, 4), (3, 6), (4, 8)):
             if not schedule_problems(name, p, m):
                 cases += [spoiled(make_schedule(name, p, m), chance) for _ in range(25)]
-    texts = opened.run(
+    texts = shown.run(
         """
         return arguments[0].map(facts => {
           const programs = facts.programs.map(row => row ? row.split(" ").map(readPass) : []);
@@ -234,8 +237,9 @@ def with_two_passes_swapped(name):
     return f"your order can run. The step takes {after}: {after - before} more than before"
 
 
-def test_a_dragged_pass_is_proved_and_timed(opened):
-    page = opened
+@pytest.mark.browser
+def test_a_dragged_pass_is_proved_and_timed(shown):
+    page = shown
     assert told(page, ".verdict").startswith("proved: ")
     assert figures(page)["step"] == ["33", "27"]
     x, y = page.run(PLACE, "first", "B0")  # from 10 to 12
@@ -262,8 +266,9 @@ def test_a_dragged_pass_is_proved_and_timed(opened):
     )
 
 
-def test_the_keyboard_does_what_the_pointer_does(opened, tmp_path):
-    page = opened
+@pytest.mark.browser
+def test_the_keyboard_does_what_the_pointer_does(shown, tmp_path):
+    page = shown
     page.run("document.querySelector('#second svg').focus()")
     for _ in range(2):
         page.press("\ue014")  # right: the first pass, then the next
@@ -292,8 +297,9 @@ def choose(page, **values):
     )
 
 
-def test_choices_and_costs_change_the_figures(opened):
-    page = opened
+@pytest.mark.browser
+def test_choices_and_costs_change_the_figures(shown):
+    page = shown
     choose(page, **{"#p": "2", "#second_.choice": "interleaved", "#second_.chunks_select": "4"})
     assert told(page, "h2", "second") == "interleaved: 2 workers, 8 stages, 8 microbatches"
     expected = simulate(make_schedule("interleaved", 2, 8, 4), Costs().divided(4))
@@ -312,6 +318,7 @@ def test_choices_and_costs_change_the_figures(opened):
     assert len(figures(page)["step"]) == 1
 
 
+@pytest.mark.browser
 def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypatch):
     monkeypatch.setattr(explorer, "known_orders", dict)
     monkeypatch.setattr(trace_file, "read", lambda folder: pipeline_trace("zb-h1", 4, 8))
@@ -331,3 +338,113 @@ def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypat
     choose(page, **{"#f": "20"})  # a typed cost counts in place of the measured ones
     assert figures(page)["step"] == ["380 ms", "270 ms"]
     assert window.console() == []
+
+
+# --- the timeline of a trace's page in a real browser: what a hover shows, how fast
+
+
+@pytest.mark.browser
+def test_every_slice_is_found_where_it_is_drawn(opened):
+    page = opened(with_operations(busy_trace(ranks=3, barriers=40)))
+    assert page.run("return timeline.lanes") == ["spans", "operations", "calls"]
+    wrong = page.run("""
+        const wrong = [];
+        timeline.data.ranks.forEach((rank, r) => {
+          for (const lane of timeline.lanes)
+            rank[lane].forEach((row, i) => {
+              const [top, height] = timeline.lane(r, lane);
+              const length = row[1] + (lane === "calls" ? row[2] : 0);
+              const hit = timeline.find(timeline.x(row[0] + length / 2), top + height / 2);
+              if (!hit || hit.row !== row) wrong.push([r, lane, i]);
+            });
+        });
+        return wrong;
+    """)
+    assert wrong == []
+
+
+@pytest.mark.browser
+def test_the_operations_of_layers_have_a_lane_of_their_own(opened):
+    """A pass from 2 to 44 ms: its second operation begins at 16 ms."""
+    page = opened(with_operations(example()))
+    x, y = page.run(f"""
+        const box = {HOOK}, [top, height] = timeline.lane(1, "operations");
+        return [box.x + timeline.x(20000), box.y + top + height / 2];
+    """)
+    page.move(x, y)
+    assert tooltip(page) == [
+        "matmul",
+        {
+            "layer": "block1.ffn.down",
+            "rank": "1, tp1",
+            "step": "1, forward, stage 0, microbatch 2",
+            "duration": "14.00 ms",
+        },
+    ]
+    shade = page.run(
+        f"""
+        const [x, y] = arguments, box = {HOOK}, scale = timeline.scale;
+        const pixels = timeline.base.getContext("2d").getImageData(
+          (x - box.x) * scale, (y - box.y + 9) * scale, 1, 1).data;
+        return `rgb(${{[...pixels.slice(0, 3)].join(", ")}})` === timeline.colours.F;
+    """,
+        x,
+        y,
+    )
+    assert shade, "it is drawn in the colour of its pass"
+    assert page.run("return document.getElementById('lanes').textContent") == (
+        "lanes of a rank: passes, operations of layers, barriers"
+    )
+    page = opened(example())
+    assert page.run("return timeline.lanes") == ["spans", "calls"]
+    page = opened(with_operations(trace([[]], [[span("F", 0, 45)]])))  # one rank alone
+    assert page.run("return [timeline.lanes, find('legend').textContent]") == [
+        ["spans", "operations"],
+        "forward",
+    ]
+
+
+@pytest.mark.browser
+def test_names_cannot_break_out_of_the_page(opened):
+    case = trace([[blocking("all_reduce", "</script><b id=x>", "tp", 10, 42)],
+                  [blocking("all_reduce", "</script><b id=x>", "tp", 40, 41)]])  # fmt: skip
+    page = opened(case)
+    assert page.run("return document.getElementById('x')") is None
+    assert page.run("return timeline.data.names") == ["</script><b id=x>"]
+
+
+# --- the browser that tests drive: its driver is restarted if its port was taken
+
+
+DRIVER = """#!/bin/sh
+echo >> {folder}/starts
+if [ $(wc -l < {folder}/starts) -le {taken} ]; then
+    echo "Only local connections are allowed."
+    exit 1
+fi
+echo "ChromeDriver was started successfully on port 4321."
+exec sleep 60
+"""
+
+
+def start(tmp_path, monkeypatch, taken):
+    """Start a driver that finds its port taken so many times."""
+    script = tmp_path / "chromedriver"
+    script.write_text(DRIVER.format(folder=tmp_path, taken=taken))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return browser.start_driver()
+
+
+def test_a_port_that_is_taken_costs_one_more_start(tmp_path, monkeypatch):
+    driver, port = start(tmp_path, monkeypatch, taken=2)
+    driver.kill()
+    driver.wait()
+    driver.stdout.close()
+    assert port == 4321
+    assert len((tmp_path / "starts").read_text()) == 3
+
+
+def test_a_driver_that_never_starts_is_said(tmp_path, monkeypatch):
+    with pytest.raises(AssertionError, match="did not start in 5 tries"):
+        start(tmp_path, monkeypatch, taken=browser.STARTS)

@@ -88,6 +88,7 @@ def test_a_part_that_fails_is_named_and_the_others_run(tmp_path):
     assert "== 02-check\nwrong" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_leaves_no_time(tmp_path):
     env = machine(tmp_path, attention="exec sleep 60")
     result, lines = visit(tmp_path, "second", LIMIT="8", **env)

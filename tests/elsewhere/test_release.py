@@ -1,16 +1,19 @@
-"""What a site meets first: versions, citation, containers and scripts of other launchers."""
+"""What a site meets first: versions, containers, scripts of launchers, a package from nothing."""
 
+import configparser
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
-from helpers import REPOSITORY, run_command, run_ranks
-from program import LIMIT, PROGRAM, environment
+from helpers import REPOSITORY, find_launcher, run_command, run_ranks
+from program import LIMIT, PROGRAM, environment, metrics
 
 import mpipar
 
@@ -156,3 +159,115 @@ def test_reframe_runs_the_checks(tmp_path):
     figures = [float(value) for value in re.findall(r"^P: \w+: (\S+)", printed, re.MULTILINE)]
     assert len(figures) == 3
     assert min(figures) > 0
+
+
+# --- `pip install .` installs what is in the repository, and its program runs from there
+
+
+PACKAGE = REPOSITORY / "mpipar"
+INPUTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+
+
+def files_in(folder):
+    """{path: bytes} of the files of a package, without compiled files."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder that pip has installed the package into."""
+    sources, target = (tmp_path_factory.mktemp(name) for name in ("sources", "installed"))
+    for name in INPUTS:
+        shutil.copy(REPOSITORY / name, sources)
+    shutil.copytree(PACKAGE, sources / "mpipar", ignore=shutil.ignore_patterns("__pycache__"))
+    result = run_command(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-index",
+            "--no-deps",
+            "--no-build-isolation",
+            "--root-user-action=ignore",
+            "--target",
+            target,
+            sources,
+        ],
+        LIMIT,
+    )
+    assert result.returncode == 0, result.tail()
+    return target
+
+
+def test_installed_files_are_the_sources(installed):
+    ours, theirs = files_in(PACKAGE), files_in(installed / "mpipar")
+    assert sorted(theirs) == sorted(ours), "see packages and package_data in setup.cfg"
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+def test_console_script(installed, tmp_path):
+    """The script is `mpipar`, and it runs the installed copy, not the sources."""
+    scripts = configparser.ConfigParser()
+    (path,) = installed.glob("mpipar-*.dist-info/entry_points.txt")
+    scripts.read(path)
+    assert dict(scripts["console_scripts"]) == {"mpipar": "mpipar.__main__:main"}
+    environment = {"PYTHONPATH": str(installed), "PYTHONVERBOSE": "1"}
+    result = run_command([installed / "bin" / "mpipar", "--help"], LIMIT, environment, cwd=tmp_path)
+    assert result.returncode == 0, result.tail()
+    assert result.stdout.startswith("usage: mpipar COMMAND")
+    assert f"{installed}/mpipar/cli.py" in result.stderr
+    assert f"{PACKAGE}/cli.py" not in result.stderr
+
+
+def test_core_needs_no_more_than_it_says():
+    """MPI libraries, CuPy and PyTorch are extras: a core that pulls them in breaks clusters."""
+    setup = configparser.ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
+    names = {line.split(">=")[0] for line in setup["options"]["install_requires"].split()}
+    assert names == {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl", "tqdm"}
+    for extra, text in setup["options.extras_require"].items():
+        assert text.strip(), extra
+
+
+# --- docs/from-nothing.sh, run unchanged: from Python's documentation to a model of transformers
+
+
+LONG = 420  # it takes a minute and a half on two cores; here other tests may run beside it
+
+
+@pytest.mark.slow
+@pytest.mark.peers
+@pytest.mark.text
+@pytest.mark.timeout(LONG + 30)
+def test_from_nothing_to_a_model_of_transformers(tmp_path):
+    pytest.importorskip("transformers", reason="text: transformers is not installed")
+    if find_launcher() is None or not shutil.which("pkill"):
+        pytest.skip("no mpiexec, or no pkill")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    script = REPOSITORY / "docs" / "from-nothing.sh"
+    result = subprocess.run(
+        ["bash", script, tmp_path / "here"],
+        timeout=LONG,
+        env={**os.environ, **environment(), "PATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    text = result.stdout
+    assert result.returncode == 0, text[-3000:]
+    assert "tokenizer: 2,048 ids in uint16" in text
+    assert re.search(r"step 40: held-out loss \d\.\d+ nats per token over 4,096 tokens", text)
+    assert "took over the lock" in text
+    assert re.search(r"resumed after step [4-9]0: .*, as before", text)
+    losses = [float(found) for found in re.findall(r"step \d+: held-out loss (\S+)", text)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 6.3 < 7 < metrics(tmp_path / "here" / "run")[0]["loss"]
+    assert text.endswith("== done\n")

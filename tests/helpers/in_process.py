@@ -1,7 +1,7 @@
 """Runs commands in this process, to see what they print, refuse and write; without MPI.
 
 Other tests start programs. They show that an exit code reaches the shell, with one block for all
-ranks: test_cli.py, test_launch.py and test_refusals.py.
+ranks: test_cli.py and test_launch.py.
 """
 
 import array

@@ -16,7 +16,7 @@ STEP_LINE = re.compile(
 )
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("layout", [(2, 2, 2)], ids=str)
 def test_console_has_a_line_per_log_interval(layout, run_of):
     folder, text = run_of(layout)
     found = [STEP_LINE.fullmatch(line) for line in text.splitlines() if line.startswith("step ")]

@@ -76,6 +76,7 @@ def test_a_stopped_process_is_missing(sums, tmp_path):
     assert "late: rank 1 has written nothing" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_process_that_stops_in_the_evaluation_is_missing(tmp_path):
     result = faulty("stopped-evaluation", *SHORT, "--layout", "tp=2", tmp_path=tmp_path).ended(76)
     assert re.search(r"(late: )?rank 1 has written nothing", result.stderr), result.tail()

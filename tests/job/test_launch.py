@@ -238,6 +238,7 @@ def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
     assert "interrupted twice (SIGINT), rank 1 of 2" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -284,6 +285,7 @@ def test_one_of_many_that_finds_itself_alone_stops():
     assert "RuntimeWarning" not in result.stderr
 
 
+@pytest.mark.slow
 def test_only_one_of_them_tells():
     variables = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"}
     result = alone(**variables, SLURM_STEP_TASKS_PER_NODE="2").ended(69)

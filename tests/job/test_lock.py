@@ -190,6 +190,7 @@ def test_two_starts_with_one_folder_at_once(text_folder):
     assert not (text_folder / "run" / lock.NAME).exists()
 
 
+@pytest.mark.slow
 def test_a_failed_run_releases_its_lock(tmp_path):
     words = "train --out run --lr 1e30 --clip 0 --optimizer sgd --steps 9".split()
     block_of(mpipar(*words, cwd=tmp_path), 79)

@@ -90,8 +90,11 @@ def newest(folder):
 
 @pytest.mark.slow
 @fault(15, "kill -9 at each call of a save", None)
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
-@pytest.mark.parametrize("start", ["step 1", "a damaged step 2"])
+@pytest.mark.parametrize(
+    ("start", "background"),
+    [("step 1", False), ("a damaged step 2", True)],
+    ids=["at once", "background"],
+)
 @pytest.mark.timeout(120)
 def test_the_newest_committed_checkpoint_is_found(start, background, tmp_path, monkeypatch):
     """Of steps 1 (there before) and 2 (being saved); --keep-checkpoints 1 deletes step 1."""

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 from fault_table import fault
 from helpers import find_launcher
@@ -15,7 +16,7 @@ from report_cases import data_of
 from trace_cases import blocking, span
 from trace_cases import trace as made
 from trace_cases import waits_and_segments as analyse
-from traced_runs import PASSES, SMALL
+from traced_runs import FAULTS, PASSES, SMALL, traced
 
 from mpipar.config.run import traced_steps
 from mpipar.errors import DataError
@@ -23,10 +24,9 @@ from mpipar.run.trace import trace_file
 from mpipar.run.trace.tracer import Tracer
 from mpipar.study.report import trace_data
 from mpipar.study.trace import pop, waits
+from mpipar.study.trace.analysis import Analysis
 from mpipar.study.trace.causes import Causes
 from mpipar.study.trace.timeline import timeline
-
-pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,7 @@ def delayed(late_runs):
     return trace_file.read(late_runs["delay"]), late_runs["delay"]
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.slow
 def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
     trace, folder = delayed
@@ -50,6 +51,8 @@ def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
     assert json.loads((folder / "trace" / "meta.json").read_text())["world_size"] == 2
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_the_run_says_which_steps_were_traced(delayed):
     assert "the trace of steps 2 to 6 is in" in (delayed[1] / "log.txt").read_text()
     stopped = Tracer(None, None, None, (3, 99999))
@@ -59,6 +62,7 @@ def test_the_run_says_which_steps_were_traced(delayed):
     assert stopped.steps_text() == "step 3"
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_every_call_has_its_partner_and_every_instant_its_segment(delayed):
     trace, _ = delayed
     found, pieces = analyse(trace)
@@ -70,6 +74,7 @@ def test_every_call_has_its_partner_and_every_instant_its_segment(delayed):
         assert all(a.end == b.start for a, b in itertools.pairwise(own))
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.alone
 def test_a_planted_delay_is_the_cause_and_the_wait_is_its_lateness(delayed):
     """The wait of rank 0 at the barrier after the delay is how much later rank 1 came, +- 2 ms."""
@@ -97,6 +102,7 @@ def test_a_planted_delay_is_the_cause_and_the_wait_is_its_lateness(delayed):
     assert cost.wait_ns > 0.8 * sum(call.wait_ns for event in events for call in event.calls)
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_efficiencies_multiply_and_an_ideal_network_is_never_slower(delayed):
     trace, _ = delayed
     found, pieces = analyse(trace)
@@ -107,6 +113,7 @@ def test_efficiencies_multiply_and_an_ideal_network_is_never_slower(delayed):
     )
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.alone
 def test_rank_0_works_while_rank_1_sleeps_in_its_span(delayed):
     trace, _ = delayed
@@ -114,6 +121,7 @@ def test_rank_0_works_while_rank_1_sleeps_in_its_span(delayed):
     assert result.useful_ns[1] > result.useful_ns[0] + PASSES * 40e6
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.alone
 @fault(31, "a slow rank: named, with its line and its share of the waits", 0)
 def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
@@ -128,6 +136,7 @@ def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
     assert all(len(line) <= 100 for line in text[: text.index("efficiency ")].splitlines())
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_the_run_folder_gets_its_report(delayed):
     _, folder = delayed
     page = (folder / "report.html").read_text()
@@ -139,6 +148,7 @@ def test_the_run_folder_gets_its_report(delayed):
     )
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
     _, folder = delayed
     page, events = tmp_path / "page.html", tmp_path / "events.json"
@@ -172,6 +182,7 @@ def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
     assert leads.count((1, 0)) >= PASSES  # in every step and microbatch rank 1 was late
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.parametrize("flag", ["--html", "--perfetto"])
 def test_a_file_that_cannot_be_written_is_said(delayed, tmp_path, flag):
     _, folder = delayed
@@ -184,6 +195,7 @@ def test_a_file_that_cannot_be_written_is_said(delayed, tmp_path, flag):
         )
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_a_trace_that_cannot_be_read_does_not_fail_the_report(delayed, tmp_path):
     """An example: rank 1 wrote to a disk of its own host."""
     folder, said = tmp_path / "run", []
@@ -195,6 +207,7 @@ def test_a_trace_that_cannot_be_read_does_not_fail_the_report(delayed, tmp_path)
     )
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_the_timeline_shows_the_wait():
     """Rank 0 waits for most of the time, for rank 1 in its forward."""
     records = [[blocking("all_reduce", "block0.ffn.down", "tp", came, 80)] for came in (10, 78)]
@@ -204,6 +217,7 @@ def test_the_timeline_shows_the_wait():
     assert rows[2] == "rank 1 " + 78 * "F" + 2 * "-"
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.parametrize(("flags", "message"), [
     (["--trace", "5:9"], "--trace 5:9 with --steps 6"),
     (["--trace", "x"], "--trace x: "),
@@ -212,12 +226,14 @@ def test_steps_that_do_not_exist_are_refused(tmp_path, flags, message):
     assert_refused(2, [message], "train", *SMALL, *flags, "--out", tmp_path / "run")
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
     (tmp_path / "run").mkdir()
     assert_refused(65, ["mpipar train --trace 10:12"], "trace", tmp_path / "run")
     assert_refused(65, ["no such run folder"], "trace", tmp_path / "nothing")
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_a_file_that_lacks_what_it_should_say_is_refused(tmp_path):
     (tmp_path / "trace").mkdir()
     (tmp_path / "trace" / "meta.json").write_text('{"mpipar_trace": 4, "clock": {}}')
@@ -234,6 +250,7 @@ def with_head(change):
     return edit
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.parametrize(("name", "edit", "message"), [
     ("rank-00001.jsonl", lambda texts: texts[0], "of rank 0: the files .* one run"),
     ("rank-00001.jsonl", with_head({"recording": "x"}), "must come from one run"),
@@ -263,6 +280,7 @@ def test_files_that_are_broken_or_of_several_runs_are_refused(
         trace_file.read(folder)
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_an_operation_that_never_ended_lasts_until_the_failure(delayed, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(delayed[1], folder)
@@ -280,6 +298,7 @@ def test_an_operation_that_never_ended_lasts_until_the_failure(delayed, tmp_path
     assert all(call.transfer_ns >= 0 for own in waits.find(trace).calls for call in own)
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 @pytest.mark.parametrize(
     ("text", "first", "last", "steps"),
     [
@@ -296,6 +315,7 @@ def test_the_steps_of_a_trace(text, first, last, steps):
     assert traced_steps(text, first, last) == steps
 
 
+@pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 def test_every_longer_run_ends_with_who_waited_where(tmp_path):
     words = "--layers 1 --d-model 8 --heads 1 --seq-len 4 --steps 12 --sample-tokens 0".split()
     words += "--eval-tokens 64 --tp 2 --heads 2".split()
@@ -306,3 +326,94 @@ def test_every_longer_run_ends_with_who_waited_where(tmp_path):
     assert [step for step, *_ in trace_file.read(tmp_path / "a").ranks[0].steps] == [10, 11, 12]
     assert alone("train", *words[:-4], "--trace", "none", "--out", tmp_path / "b").returncode == 0
     assert not (tmp_path / "b" / "trace").exists()
+
+
+# --- real runs with a rank or link that is late by at least half a step: rank and cause are named
+
+
+SIZE = (
+    "--d-model 64 --heads 4 --seq-len 32 --batch-size 8 --num-microbatches 2 --layers 2"
+    " --steps 6 --trace 3:6 --sample-tokens 0 --schedule 1f1b"
+).split()
+LAYOUTS = ("dp=2", "pp=2", "tp=2")
+FOUR = ("pp=4",)  # layouts of four ranks, which share cores on a small machine
+
+
+def analysed(folder, fault, layout):
+    flags = ["--save-interval", "1"] * (fault == "save")
+    flags += ["--layers", "4"] * (layout in FOUR)
+    tokens = folder.with_name("tokens.bin")
+    (np.arange(2_000, dtype=np.uint16) % 256).tofile(tokens)  # little to evaluate
+    return Analysis(
+        traced(
+            folder,
+            *SIZE,
+            *flags,
+            "--data",
+            str(tokens),
+            "--layout",
+            layout,
+            fault=fault,
+            ranks=4 if layout in FOUR else 2,
+        )
+    )
+
+
+def undisturbed(folder, fault, layout, accepted):
+    """Return the analysis of a run, repeated if the machine delayed it longer than the fault."""
+    for number in range(3):
+        analysis = analysed(folder / f"run-{number}", fault, layout)
+        if accepted(analysis):
+            break
+    return analysis
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "layout"), zip(FAULTS, itertools.cycle(LAYOUTS)))
+def test_the_late_rank_is_named(tmp_path, layout, fault):
+    words = FAULTS[fault].format(stage=int(layout == "pp=2"), layer="block1.norm1")
+    analysis = undisturbed(
+        tmp_path,
+        fault,
+        layout,
+        lambda found: (
+            next(iter(found.costs)).text() == f"rank 1: {words}"
+            and (fault not in "FB" or found.findings)
+        ),
+    )
+    assert next(iter(analysis.costs)).text() == f"rank 1: {words}"
+    if fault not in "FB":
+        return
+    assert analysis.findings, analysis.trace.remarks()
+    finding = analysis.findings[0]
+    assert finding.kind == "slow rank"
+    assert "rank 1 on " in finding.text
+    assert words in finding.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "link"),
+    [
+        ("dp=2", "dp group 0, 1"),
+        ("pp=2", "pp link 0 -> 1"),
+        ("tp=2", "tp group 0, 1"),
+    ],
+)
+def test_a_slow_link_is_named(tmp_path, layout, link):
+    analysis = undisturbed(
+        tmp_path,
+        link[:2] + " link",
+        layout,
+        lambda found: found.findings and found.findings[0].kind == "slow link",
+    )
+    finding = analysis.findings[0]
+    assert finding.kind == "slow link"
+    assert finding.text.startswith(link)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS + FOUR)
+def test_a_healthy_run_has_no_finding(tmp_path, layout):
+    analysis = undisturbed(tmp_path, "none", layout, lambda found: not found.findings)
+    assert analysis.findings == []

@@ -399,7 +399,6 @@ def test_broken_twin_of_a_group_gives_wrong_results(rng, file, edit, wrong):
             FORWARD,
             ("if (i < to.tokens && j", "if (i <= to.tokens && j"),
         ),
-        ("thread", "data race", *NO_BARRIER[1]),
     ],
 )
 def test_sanitizer_sees_the_broken_twin(rng, sanitizer, message, file, edit):

@@ -1,16 +1,22 @@
-"""NVIDIA's compiler accepts every kernel, within a budget of registers and without spills."""
+"""CUDA sources: what NVIDIA's compiler says of every kernel, calls of NVRTC, CuPy's names."""
 
+import functools
+import inspect
 import json
 import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import cuda_kernels
+import fake_nccl
 import pytest
+from helpers import REPOSITORY
 
 from bench.kernels import __main__ as bench_kernels
 from bench.kernels import nvrtc
 from mpipar.ops.cuda import kernels
+from mpipar.ops.cuda.kernels import Loader, source, together
 
-pytestmark = pytest.mark.nvrtc
 ARCHITECTURES = ("sm_80", "sm_90")
 MOST_SHARED = 48 << 10  # static shared memory that any GPU gives a block
 # File -> what its kernels are called that memory decides about.
@@ -40,6 +46,7 @@ def narrow_moves(name, ptx):
     return missing + [found[0] for found in re.finditer(SLOW, ptx)]
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("file", cuda_kernels.KERNELS)
 def test_kernels_compile_within_their_budget(file, arch):
@@ -52,6 +59,7 @@ def test_kernels_compile_within_their_budget(file, arch):
         assert used.shared_bytes <= MOST_SHARED, (name, used)
 
 
+@pytest.mark.nvrtc
 @pytest.mark.parametrize("file", WIDE)
 def test_what_memory_decides_about_is_moved_in_16_bytes(file):
     names = [name for name in cuda_kernels.KERNELS[file] if re.search(WIDE[file], name)]
@@ -66,6 +74,7 @@ def test_what_memory_decides_about_is_moved_in_16_bytes(file):
     assert all(narrow_moves(name, ptx[name])[:1] == ["ld"] for name in names)
 
 
+@pytest.mark.nvrtc
 def test_a_division_of_64_bits_is_seen():
     source = """
     __global__ void of_columns(const float4 *x, float4 *y, long long columns) {
@@ -76,6 +85,7 @@ def test_a_division_of_64_bits_is_seen():
     assert {*narrow_moves("of_columns", ptx["of_columns"])} == {"rem.s64"}
 
 
+@pytest.mark.nvrtc
 def test_what_spills_is_seen():
     source = """
     template <int Values> __global__ void __launch_bounds__(1024) spills(float *x) {
@@ -93,6 +103,7 @@ def test_what_spills_is_seen():
     assert usage["spills<200>"].registers <= 64
 
 
+@pytest.mark.nvrtc
 def test_an_array_outside_registers_is_seen():
     source = """
     template <int Values> __global__ void looks_up(float *x, int at) {
@@ -106,6 +117,7 @@ def test_an_array_outside_registers_is_seen():
     assert usage["looks_up<64>"].spill_bytes == 0
 
 
+@pytest.mark.nvrtc
 def test_what_does_not_compile_is_said():
     with pytest.raises(RuntimeError, match="undefined"):
         nvrtc.Nvrtc().compile(
@@ -113,6 +125,7 @@ def test_what_does_not_compile_is_said():
         )
 
 
+@pytest.mark.nvrtc
 def test_table_of_the_ladder(tmp_path, capsys):
     path = tmp_path / "kernels.json"
     assert bench_kernels.main(["--json", str(path)], None) == 0
@@ -124,3 +137,148 @@ def test_table_of_the_ladder(tmp_path, capsys):
     assert rows["gemm_mma.cu"]["shared_KiB"] == 3 * (128 * 40 + 32 * 136) * 2 / 1024
     assert all(0 < row["registers_sm_90"] <= 128 for row in rows.values())
     assert "gemm_warp.cu" in capsys.readouterr().out
+
+
+# --- kernels of a file with the same template arguments are compiled by one call of NVRTC
+
+
+BF16 = {
+    file: [name for name in names if "<bf16" in name]
+    for file, names in cuda_kernels.KERNELS.items()
+}
+# Files that take more than one call for bfloat16: they have tiles, or results of another type.
+MORE = {"columns.cu", "flash_forward.cu", "flash_backward.cu", "gemm_mma.cu"}
+
+
+@pytest.mark.parametrize(("file", "names"), cuda_kernels.KERNELS.items())
+def test_a_kernel_is_compiled_with_those_of_its_template_arguments(file, names):
+    text = source(file)
+    for name in names:
+        found = together(name, text)
+        assert name in found
+        assert len(set(found)) == len(found)
+        values = name.partition("<")[2].rstrip(">").split(", ")
+        for other in filter(lambda one: "<" in one, found):
+            assert set(other.partition("<")[2].rstrip(">").split(", ")) <= {*values}, (name, other)
+
+
+@pytest.mark.parametrize("file", [file for file, names in BF16.items() if names])
+def test_a_file_of_one_type_is_compiled_once(file):
+    modules = {}
+    for name in BF16[file]:
+        if name not in modules:
+            modules |= dict.fromkeys(together(name, source(file)), name)
+    assert {*BF16[file]} <= modules.keys()
+    assert (len(set(modules.values())) > 1) == (file in MORE)
+
+
+def test_names_of_one_file():
+    text = source("embedding.cu")
+    assert together("position_forward<half, float, 64>", text) == (
+        "embedding_forward<half, 64>",
+        "position_forward<half, float, 64>",
+        "places_in_tiles<64>",
+        "merge_runs",
+        "add_rows<half, float>",
+    )
+    assert together("add_rows<half, float>", text) == ("merge_runs", "add_rows<half, float>")
+    assert together("adamw", source("adamw.cu")) == ("adamw",)
+    with pytest.raises(ValueError, match="zip"):
+        together("add_rows<half, float, 7>", text)
+
+
+def test_the_loader_compiles_each_module_once():
+    made, started = [], []
+
+    class RawModule:
+        def __init__(self, code, options, name_expressions):
+            made.append(name_expressions)
+
+        def get_function(self, name):
+            assert name in made[-1]
+            return lambda grid, block, values, shared_mem: started.append(name)
+
+    device = SimpleNamespace(compute_capability="90")
+    loader = Loader(
+        SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device), RawModule=RawModule)
+    )
+    names = ["gelu_forward<bf16>", "gelu_backward<bf16>", "gelu_forward<bf16>"]
+    for name in names:
+        loader.launch("gelu.cu", name, (1,), (1,), ())
+    assert started == names
+    assert made == [("gelu_forward<bf16>", "gelu_backward<bf16>")]
+
+
+def test_every_mistake_of_the_gpu_path_has_a_test_that_exists():
+    tests = REPOSITORY / "tests"
+    sources = {path.name: path.read_text() for path in tests.rglob("test_*.py")}
+    lines = (
+        (tests / "elsewhere" / "cuda_machine" / "README.md")
+        .read_text()
+        .partition("What was wrong")[2]
+    )
+    rows = [line for line in lines.splitlines() if line.startswith("| ")][2:]
+    assert len(rows) > 20
+    for row in rows:
+        named = re.findall(r"`([\w/]+\.py)::(test_\w+)`", row)
+        assert named, row
+        for file, name in named:
+            assert f"\ndef {name}(" in sources[file], row
+
+
+# --- the stand-in for CuPy's NCCL has the names and the arguments of the real one
+
+
+CLASS = fake_nccl.NcclCommunicator
+OWN = {"collective", "message"}  # of the stand-in alone
+METHODS = {
+    name for name, value in vars(CLASS).items() if callable(value) and not name.startswith("_")
+} - OWN
+FUNCTIONS = {"get_version", "get_unique_id", "groupStart", "groupEnd"}
+CONSTANTS = {name for name in vars(fake_nccl) if name.startswith("NCCL_")}
+
+
+@functools.cache
+def module():
+    """The text of CuPy's module."""
+    import cupy
+
+    folder = Path(cupy.__file__).parent.parent / "cupy_backends" / "cuda" / "libs"
+    (path,) = folder.glob("nccl.*.so")
+    return path.read_bytes()
+
+
+def parameters(name):
+    """The parameters of a function or method of CuPy, but self; None if there is no such name."""
+    found = re.search(rb"\0(?:\w+ )?" + re.escape(name.encode()) + rb"\(([^\0\n]*)\)", module())
+    if found is None:
+        return None
+    return [one for one in found[1].decode().split(", ") if one not in ("", "self")]
+
+
+@pytest.mark.cupy
+@pytest.mark.parametrize("name", sorted(METHODS | FUNCTIONS))
+def test_a_call_takes_as_many_arguments_as_that_of_cupy(name):
+    stand_in = getattr(CLASS, name, None) or getattr(fake_nccl, name)
+    own = [one for one in inspect.signature(stand_in).parameters if one != "self"]
+    real = parameters(f"NcclCommunicator.{name}" if name in METHODS else name)
+    assert real is not None, f"CuPy has no {name}"
+    assert len(own) == len(real), (own, real)
+
+
+@pytest.mark.cupy
+def test_constants_are_those_of_cupy():
+    assert {name for name in CONSTANTS if b"\0%s\0" % name.encode() not in module()} == set()
+
+
+@pytest.mark.cupy
+def test_the_key_of_a_group_is_bytes():
+    """It was a tuple of numbers before CuPy 14."""
+    assert parameters("NcclCommunicator")[:3] == ["int ndev", "bytes commId", "int rank"]
+    assert isinstance(fake_nccl.get_unique_id(), bytes)
+
+
+@pytest.mark.cupy
+def test_what_is_not_in_cupy_is_found():
+    assert parameters("NcclCommunicator.sendAll") is None
+    assert parameters("sendAll") is None

@@ -205,12 +205,9 @@ def test_missing_barrier_gives_wrong_results(rng, rung, number):
     assert any(wrong)
 
 
-SLOW = [pytest.param(rung, marks=pytest.mark.slow) for rung in ("register", "vector", "warp")]
-
-
 @pytest.mark.shim
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", ["shared", "mma", *SLOW])
+@pytest.mark.parametrize("rung", ["shared", "mma"])
 def test_thread_sanitizer(rng, rung):
     kernel, product = tiny(rng, rung)
     assert run_sanitized("thread", *product.launch(kernel)) == (0, "")
@@ -222,7 +219,7 @@ def test_thread_sanitizer(rng, rung):
 
 @pytest.mark.shim
 @pytest.mark.slow
-@pytest.mark.parametrize("rung", ["shared", "mma", *SLOW])
+@pytest.mark.parametrize("rung", ["vector", "mma"])
 def test_address_sanitizer(rng, rung):
     kernel, product = tiny(rng, rung)
     assert run_sanitized("address", *product.launch(kernel)) == (0, "")

@@ -60,8 +60,9 @@ def first(cases=few, **values):
 
 
 @pytest.mark.ranks(2)
-def test_every_value_lives(folder):
-    assert lives(folder, few() if WORLD.rank == 0 else None) == []
+@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+def test_every_value_lives(part, folder):
+    assert lives(folder, few()[part::4] if WORLD.rank == 0 else None) == []
 
 
 @pytest.mark.ranks(4)
@@ -146,7 +147,10 @@ def test_the_fixed_part_finds(owner, name, twin, values, message, folder, monkey
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["float16", *(pytest.param(n, marks=pytest.mark.slow) for n in ("float32", "bfloat16"))],
+)
 def test_a_narrow_type_is_close_enough_to_find_a_wrong_step(dtype, folder, monkeypatch):
     planted = planting(monkeypatch, worker, "learning_rate", larger_steps)
     cases = [{**case, "dtype": dtype} for case in first()]

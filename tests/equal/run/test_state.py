@@ -1,5 +1,6 @@
 """Checkpoints over real ranks: resuming is exact, on other layouts too, and ranks fail together."""
 
+import hashlib
 import os
 import shutil
 
@@ -7,12 +8,12 @@ import pytest
 from small_model import LAYOUTS, WORLD, rows_of, small_config, worker_of
 
 from mpipar.errors import OutputError
+from mpipar.run import compared
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
 from mpipar.train.worker import StepVotes
 
-pytestmark = pytest.mark.ranks(2, 4)
 FACTS = {"config": "", "data": {}}
 HERE = [(layout, "1f1b") for layout in LAYOUTS[WORLD.size]]
 HERE += [((1, 2, 1), "dualpipe-v")] if WORLD.size == 2 else [((2, 2, 1), "zb-v")]
@@ -71,6 +72,7 @@ def assert_everywhere(right, what):
     assert all(WORLD.allgather(bool(right))), what
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
@@ -94,6 +96,7 @@ def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, folder):
     assert_everywhere(again.bytes() == first.bytes(), "state")
 
 
+@pytest.mark.ranks(2, 4)
 def test_other_layouts_have_the_same_losses(folder):
     """Each resumes from the checkpoint of the first, saves that state, and the first reads it."""
     first = started(config_of(HERE[0]), 2)
@@ -116,6 +119,7 @@ def test_other_layouts_have_the_same_losses(folder):
             assert_everywhere(close, f"{layout}: {loss} and {expected}")
 
 
+@pytest.mark.ranks(2, 4)
 def test_all_ranks_commit_a_background_save_at_the_same_step(folder):
     trainer = started(config_of(HERE[0]), 1)
     saver = trainer.saver(folder, background=True)
@@ -134,6 +138,7 @@ def test_all_ranks_commit_a_background_save_at_the_same_step(folder):
     assert_everywhere(again.bytes() == state, "the state of its step")
 
 
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("broken", ["a rank's file", "the folder"])
 def test_ranks_fail_together_and_go_on(broken, folder, monkeypatch):
     trainer = Trainer(config_of(HERE[0]))
@@ -163,3 +168,27 @@ def test_ranks_fail_together_and_go_on(broken, folder, monkeypatch):
     again = Trainer(config_of(HERE[0]))
     again.load(folder)
     assert_everywhere(again.bytes() == before, "the former checkpoint")
+
+
+# --- file digests on the ranks of a host: all get those of their own files
+
+
+class Host:
+    """The session of ranks that are all on one host."""
+
+    host_rank = WORLD.rank
+
+    @staticmethod
+    def agree(function):
+        found = function()
+        WORLD.Barrier()
+        return found
+
+
+@pytest.mark.ranks(2, 3)
+def test_every_rank_has_the_digest_of_its_own_file(tmp_path):
+    path, content = tmp_path / "own", b"of rank 1" if WORLD.rank == 1 else b"of all"
+    path.write_bytes(content)
+    with open(path, "rb") as file:
+        found = compared.digests_on_host(Host, {"own": file})
+    assert found == {"own": hashlib.sha256(content).hexdigest()}

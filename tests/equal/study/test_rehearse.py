@@ -22,6 +22,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.group import Comm
 from mpipar.comm.record import as_record
+from mpipar.study.examples.catalog import EXAMPLES, TOLERANCE, run
 
 WHAT = attrgetter(
     "operation",
@@ -138,3 +139,20 @@ def parts_of_the_wrong_ranks(plain, wire, x, size):
 def test_a_planted_bug_is_seen(owner, name, twin, values, monkeypatch):
     plant(monkeypatch, owner, name, twin)
     assert wrong_on_some_rank(small_config(**values))
+
+
+# --- worked examples equal one rank, on real ranks
+
+
+HERE = [name for name, one in EXAMPLES.items() if WORLD.size in one.ranks]
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("name", HERE)
+def test_an_example_equals_one_rank(name):
+    lines, off = run(name, WORLD)
+    assert off <= TOLERANCE
+    assert bool(lines) == (WORLD.rank == 0)
+    if lines:
+        assert lines[0].startswith(f"{name}: ")
+        assert sum("barrier" in line or "gets" in line for line in lines) > 0

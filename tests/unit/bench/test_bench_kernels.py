@@ -1,12 +1,21 @@
-"""The programs of bench.kernels: their arithmetic and their checks; real times need a GPU."""
+"""The programs of bench.kernels, bench.tiles and bench.rehearse: their arithmetic and checks."""
+
+import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from bench import rehearse, tiles
 from bench.kernels import check, functions
-from mpipar.ops import make
+from bench.rehearse import CALL, WAIT, configured, lay_out, room_needed, script_of, seconds_of
+from bench.training import config_of
+from mpipar.errors import EnvironmentProblem, UsageError
+from mpipar.ops import make, numpy_ops
 from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.study.explain.predict import predict
+from mpipar.study.plan.machine import load_machine
 
 
 @pytest.fixture
@@ -73,3 +82,172 @@ def test_a_function_stands_beside_its_floor():
     assert rows[0]["floor_us"] == pytest.approx(4000)
     assert (rows[0]["over_floor"], rows[0]["bound"]) == (pytest.approx(1), "products")
     assert rows[1]["floor_us"] == "-"
+
+
+# --- bench.tiles: it has a row per tile, times no wrong result, and restores the constants
+
+
+SIZES = "--rows 40 --width 60 --seq-len 70 --heads 2 --repeats 1".split()
+
+
+@pytest.fixture
+def small_peaks(monkeypatch):
+    monkeypatch.setattr(tiles, "PEAK_SIZE", 64)
+    monkeypatch.setattr(tiles, "COPY_BYTES", 1 << 16)
+
+
+@pytest.mark.usefixtures("small_peaks")
+def test_every_tile_is_timed_and_the_constants_stay(tmp_path):
+    before = numpy_ops.TILE, numpy_ops.QUERY_TILE
+    path = tmp_path / "tiles.json"
+    assert tiles.main([*SIZES, "--json", str(path)], None) == 0
+    assert before == (numpy_ops.TILE, numpy_ops.QUERY_TILE)
+    rows = [row for row in json.loads(path.read_text())["rows"] if row["tile"] != "numba"]
+    found = [(row["chain"], row["tile"]) for row in rows]
+    assert found == [
+        *(
+            (chain, tile)
+            for chain in ("gelu_forward", "layernorm_backward_input", "adamw_step")
+            for tile in (1024, "all")
+        ),
+        *(
+            (chain, tile)
+            for chain in ("attention_forward", "attention_backward_input")
+            for tile in (4, "64 (default)", "all")
+        ),
+    ]
+    for chain in {row["chain"] for row in rows}:
+        assert min(row["over_best"] for row in rows if row["chain"] == chain) == 1
+    for row in rows:
+        assert row["ms"] > 0
+        assert row["percent_of_copy"] > 0
+        assert (row["percent_of_gemm"] == "-") == (not row["chain"].startswith("attention"))
+    by_chain = {row["chain"]: row for row in rows}
+    assert by_chain["adamw_step"]["bytes_MiB"] == pytest.approx(7 * 40 * 60 * 4 / 2**20)
+
+
+@pytest.mark.usefixtures("small_peaks")
+def test_a_tile_that_changes_the_result_is_not_timed(monkeypatch, capsys):
+    right = numpy_ops.NumpyOps.gelu_forward
+
+    def wrong_in_small_tiles(self, x):
+        y = right(self, x)
+        return y * np.float32(1.001) if numpy_ops.TILE == 1024 else y
+
+    monkeypatch.setattr(numpy_ops.NumpyOps, "gelu_forward", wrong_in_small_tiles)
+    assert tiles.main(SIZES, None) == 1
+    out, err = capsys.readouterr()
+    assert "gelu_forward, tile 1024: off by 1.0e-03" in err
+    assert not out
+    assert numpy_ops.TILE > 1024
+
+
+@pytest.mark.usefixtures("small_peaks")
+@pytest.mark.slow
+@pytest.mark.numba
+def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
+    """100 is no multiple of a tile, so that every rung has rests."""
+    from bench.kernels import products
+
+    path = tmp_path / "products.json"
+    words = ["--products", "--size", "100", "--repeats", "1"]
+    assert tiles.main([*words, "--json", str(path)], None) == 0
+    result = json.loads(path.read_text())
+    assert [row["product"] for row in result["rows"]] == ["naive", "tiled", "packed", "BLAS"]
+    reuse = [row["flop_per_byte"] for row in result["rows"]]
+    assert reuse[0] == pytest.approx(2 / 8, rel=0.01)
+    assert reuse[3] == pytest.approx(2 * 100 / (3 * 4))
+    assert max(reuse) == reuse[3]
+    assert result["rows"][3]["percent_of_blas"] == 100
+    assert result["machine"]["blas_gflops"] == result["rows"][3]["gflops"]
+    assert result["machine"]["copy_gbs"] > 0
+    forgets = products.RUNGS["tiled"]._replace(call=lambda a, b, c: np.matmul(a[:, 1:], b[1:], c))
+    monkeypatch.setitem(products.RUNGS, "tiled", forgets)
+    assert tiles.main(words, None) == 1
+    assert "not timed: tiled product: off by" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small_peaks")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--products --size 6", "must be a multiple of 4"),
+        ("--size 8", "is for --products"),
+        ("--width 1", "at least 2 elements"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(words, message):
+    with pytest.raises(UsageError, match=message):
+        tiles.main.parse(words.split())
+
+
+@pytest.mark.usefixtures("small_peaks")
+def test_products_say_what_they_need(monkeypatch):
+    monkeypatch.setattr(tiles.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match="--products needs Numba: pip install"):
+        tiles.main(["--products"], None)
+
+
+# --- bench.rehearse without ranks: what is refused, and how arrays are shared
+
+
+SMALL = "--layers 2 --num-microbatches 2 --batch-size 24"
+LAYOUTS = {
+    "hybrid": f"--preset tiny --layout dp=2,pp=2,tp=2 {SMALL}",
+    "experts": f"--preset moe-tiny --layout dp=4,ep=2 {SMALL} --zero 3",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "ranks", "text"),
+    [
+        ("tiny --layout dp=4", 2, "start mpiexec -n 4"),
+        ("tiny", 1, "two ranks or more"),
+        ("tiny --layout dp=2 --nonsense", 2, "unknown flag"),
+        ("nobody --layout dp=2", 2, "must be one of tiny"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(words, ranks, text):
+    with pytest.raises(UsageError, match=text):
+        configured(rehearse.main.parse(words.split()), ranks)
+
+
+def test_arrays_are_shared_by_calls_that_are_not_under_way_together():
+    script = script_of(config_of(LAYOUTS["hybrid"].split()), 0)
+    forms, chosen = lay_out(script)
+    busy = set()
+    for action, number in script.events:
+        call = script.calls[number]
+        if action == CALL:
+            assert forms[chosen[number]] == (call.record.dtype, call.shape)
+            assert chosen[number] not in busy
+            busy |= {chosen[number]} if call.posted else set()
+        elif action == WAIT:
+            busy.remove(chosen[number])
+    assert not busy
+    assert len(forms) < len(script.calls)
+    every = sum(np.dtype(one.record.dtype).itemsize * np.prod(one.shape) for one in script.calls)
+    assert room_needed(script) < every
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_script_is_what_a_step_on_shapes_does(name):
+    config = config_of(LAYOUTS[name].split())
+    for world_rank in (0, 3):
+        script = script_of(config, world_rank)
+        records = predict(config, world_rank).recorder.records
+        own = [(one.record.name, one.record.payload_bytes, one.record.peer) for one in script.calls]
+        assert own == [(one.name, one.payload_bytes, one.peer) for one in records]
+
+
+def test_predicted_times_are_those_of_the_links():
+    machine = load_machine("cpu")
+
+    def of(operation, tag=-1):
+        record = SimpleNamespace(operation=operation, payload_bytes=1 << 20, tag=tag)
+        return seconds_of(machine, record, 4, 1)
+
+    assert of("all_reduce") == machine.all_reduce(1 << 20, 4)
+    assert of("reduce_scatter") == machine.all_gather(1 << 20, 4)
+    assert of("all_to_allv") == machine.all_to_all(1 << 20, 4)
+    assert (of("send", 7), of("recv", 7)) == (0.0, machine.message(1 << 20, 1))

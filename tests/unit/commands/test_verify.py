@@ -34,7 +34,9 @@ launch.guard(cli.main, sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (1, 2, 1), (2, 1, 2), (1, 1, 3)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [(1, 1, 1), (2, 1, 2), pytest.param((1, 1, 3), marks=pytest.mark.slow)], ids=str
+)
 def test_says_yes(layout, tmp_path):
     """In float64 and by plain SGD, whatever the flags say; and no file stays."""
     dp, pp, tp = layout

@@ -3,17 +3,21 @@
 import json
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpipar import cli
+from mpipar.config import flags, reading
 from mpipar.config.reading import to_toml, values_of
 from mpipar.config.removed import CONSTANT, REMOVED
 from mpipar.config.resolve import config_problems, resolve
 from mpipar.config.sections import CHOICES, FIELDS, FLAGS, settings
 from mpipar.config.setting import flag, kind
+from mpipar.config.sizes import read_bytes
 from mpipar.config.synonyms import EXAMPLES, OTHERWISE, SYNONYMS
 
 
@@ -260,3 +264,81 @@ def test_what_could_not_be_read_is_not_judged():
     reading = reading_of("--heads", "x", "--d-model", "33")
     assert reading.bad == {"heads"}
     assert set(reading.given) == {"d_model"}
+
+
+# --- bytes as people type them, in every flag and key that takes bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("4096B", 4096),
+        (" 4k", 4096),
+        ("64KiB", 65536),
+        ("1.5M", 3 << 19),
+        ("1g", 1 << 30),
+        ("2TB", 2 << 40),
+        ("0", 0),
+        ("9007199254740993", 9007199254740993),
+    ],
+)
+def test_sizes_are_read(text, expected):
+    assert read_bytes(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "K", "4Q", "x", "-1", "1.5", "1.5B", "1e6", "4 K", "\u0664K", "4i", "1..5M"]
+)
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(ValueError, match=r"^must be bytes: write 4096, 64K, 1\.5M or 1G$"):
+        read_bytes(text)
+
+
+def read(folder, text):
+    """The configuration from a file and flags that have this text for both sizes."""
+    parser = flags.Parser()
+    flags.add_flags(parser)
+    (folder / "sizes.toml").write_text(f'memory-limit = "{text}"\n')
+    words = ["--config", str(folder / "sizes.toml"), "--bucket-bytes", text]
+    return reading.read(*flags.parsed(parser, words))
+
+
+def test_flags_and_keys_take_sizes(tmp_path):
+    found = read(tmp_path, "1.5M")
+    assert found.problems == ()
+    assert (found.config.train.bucket_bytes, found.config.run.memory_limit) == (3 << 19, 3 << 19)
+    assert "memory-limit = 1572864\n" in reading.to_toml(found.config)
+    assert [one.split(":")[0] for one in read(tmp_path, "1.5").problems] == [
+        f"--memory-limit = '1.5' in {tmp_path}/sizes.toml",
+        "--bucket-bytes 1.5",
+    ]
+
+
+# --- flags that users may have in scripts: a change of any command's is a change of the list
+
+
+LIST = Path(__file__).with_name("taken_flags.txt")
+
+
+def taken(command):
+    """The arguments of a command as the list writes them: `--flag`, `--flag VALUE` or `NAME`."""
+    found = set()
+    for action in cli.command_parser(command, every=True)._actions:
+        ending = " VALUE" if action.option_strings and action.nargs != 0 else ""
+        names = action.option_strings or [action.metavar or action.dest]
+        found |= {f"{name}{ending}" for name in names}
+    return found
+
+
+def listed():
+    """{command: its lines of the list}."""
+    found = {}
+    for line in LIST.read_text(encoding="utf-8").splitlines():
+        command, _, argument = line.partition(" ")
+        found.setdefault(command, set()).add(argument)
+    return found
+
+
+def test_the_list_has_the_flags_of_all_commands():
+    assert listed() == {command: taken(command) for command in cli.COMMANDS}

@@ -26,7 +26,7 @@ from mpipar.run.checkpoint.tokenizer_files import config_texts, read_tokenizer_f
 from mpipar.run.data.source import load_source
 from mpipar.run.files.bounded import read_json
 
-FEW, MANY = range(12), range(12, 212)
+FEW, MANY = range(12), range(12, 72)
 
 
 def run(command):

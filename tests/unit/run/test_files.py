@@ -1,19 +1,31 @@
 """Files from outside: each hostile or broken one ends with one sentence, immediately."""
 
+from __future__ import annotations
+
+import gzip
+import io
 import json
 import os
+import pickle
+import tarfile
 import tomllib
+import zipfile
 from contextlib import suppress
 
+import ml_dtypes
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import at_once, printed
+from in_process import assert_refused, at_once, printed
+from safetensors.numpy import save, save_file
 
 from mpipar.config.model import ModelConfig
 from mpipar.errors import DataError, UsageError
+from mpipar.run.checkpoint.tensor_file import NUMBERS, entries, open_tensors
 from mpipar.run.console.tables import describe_model
 from mpipar.run.files import bounded
+from mpipar.run.files.recognize import recognize
 from mpipar.run.files.text import counted, harmless, printable, shown
 
 MANY = 400_000
@@ -139,3 +151,206 @@ def test_one_of_a_thing_has_no_plural():
     assert describe_model(one).startswith("1 layer, D 128, 1 head, F 512")
     text = printed("explain", "--num-microbatches", 1, "--batch-size", 1)
     assert "one step of 1f1b, 1 microbatch of 1 row, float32\n" in text
+
+
+# --- A file is named by its first bytes before it is parsed
+
+
+def zipped(*names: str) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name in names:
+            archive.writestr(name, b"x" * 100)
+    return content.getvalue()
+
+
+def tarred() -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
+    return content.getvalue()
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"", "empty"),
+        (POINTER, "Git LFS"),
+        (zipped("archive/data.pkl"), "PyTorch"),
+        (zipped("pytorch_model/data.pkl", "pytorch_model/version"), "PyTorch"),
+        (zipped("a.txt"), "zip"),
+        (pickle.dumps({"a": 1}), "pickle"),
+        (b"GGUF\x03\0\0\0", "GGUF"),
+        (gzip.compress(b"once upon a time", mtime=0), "gzip"),
+        (b"\x28\xb5\x2f\xfd rest", "zstd"),
+        (tarred(), "tar"),
+        (b"PAR1" + bytes(20), "Parquet"),
+        (b"\n<!DOCTYPE html>\n<html></html>", "web page"),
+        ("\ufeffonce".encode(), "byte order mark"),
+        ("once".encode("utf-16"), "UTF-16"),
+        (b'{"text": "a"}\r\n{"text": "b"}\n', "JSON lines"),
+        (save({"a": np.zeros(3)}), "safetensors"),
+        (b"Once upon a time, <html> was young.\n", None),
+        (json.dumps({"model_type": "gpt2", "a": {"b": 1}}, indent=1).encode(), None),
+        (np.arange(100, dtype=np.uint16).tobytes(), None),
+    ],
+)
+def test_a_file_is_named_by_its_first_bytes(tmp_path, content, word):
+    (tmp_path / "file").write_bytes(content)
+    found = recognize(tmp_path / "file")
+    assert (word in found) if word else found is None, found
+
+
+# --- safetensors files of a user: read by the library, and hostile ones refused
+
+
+def written(path, header, numbers=b"\0" * 16, length=None):
+    """Write a file with this header, a value or a text."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    length = len(text) if length is None else length
+    path.write_bytes(length.to_bytes(8, "little") + text + numbers)
+    return path
+
+
+def entry(first=0, last=16, shape=(4,), dtype="F32"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [first, last]}
+
+
+def test_rows_of_every_type(rng, tmp_path):
+    tensors = {
+        "a": rng.random((5, 3, 2)).astype(np.float32),
+        "b": rng.random(7),
+        "c": rng.random((4, 2)).astype(np.float16),
+        "empty": np.zeros((0, 3)),
+        "d": rng.random((6, 1)).astype(ml_dtypes.bfloat16),
+    }
+    save_file(tensors, tmp_path / "a.safetensors", {"format": "pt"})
+    with open_tensors(tmp_path / "a.safetensors") as file:
+        found = entries(file)
+        assert found.keys() == tensors.keys()
+        for name, expected in tensors.items():
+            assert found[name].shape == expected.shape
+            assert NUMBERS[found[name].dtype] == expected.dtype
+            if len(expected):
+                np.testing.assert_array_equal(file.get_slice(name)[1:], expected[1:])
+
+
+HOSTILE = {  # a header, what else is to be written
+    "a header longer than the file": ({}, {"length": 1 << 20}),
+    "a header that is a list": ([], {}),
+    "objects in objects": ('{"a":' * 9_999, {}),
+    "numbers missing": ({"a": entry()}, {"numbers": b""}),
+    "an overlap": ({"a": entry(), "b": entry()}, {}),
+    "a gap": ({"a": entry(8, 16, (2,))}, {}),
+    "an enormous shape": ({"a": entry(shape=(2**62, 2**62))}, {}),
+    "an unknown type": ({"a": entry(dtype="Q7")}, {}),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_file_is_refused(case, tmp_path):
+    header, more = HOSTILE[case]
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        open_tensors(written(tmp_path / "a.safetensors", header, **more))
+
+
+def test_a_type_that_cannot_be_read_does_not_hide_the_others(tmp_path):
+    path = written(
+        tmp_path / "a.safetensors", {"a": entry(0, 8, (8,), "F8_E4M3"), "b": entry(8, 16, (2,))}
+    )
+    with open_tensors(path) as file:
+        assert entries(file)["a"].dtype == "F8_E4M3"
+        np.testing.assert_array_equal(file.get_slice("b")[0:2], [0, 0])
+
+
+# --- inputs without bounds: each ends with exit code 2 or 65 and one sentence, immediately
+
+
+NINES = "9" * 5000
+SIZES = {
+    "--d-model 2147483646": "--d-model 2147483646: must be at most 131,072",
+    "--layers 2e9": "--layers 2e9: must be a whole number",
+    "--layers 2000000000": "--layers 2000000000: must be at most 1,024",
+    f"--layers {NINES}": "must be a whole number",
+    "--num-microbatches 2147483647": "must be at most 65,536",
+    "--num-microbatches 65536": "use a smaller --num-microbatches",
+    "--schedule interleaved --chunks 2147483647": "must be at most 1,024",
+    "--schedule interleaved --chunks 1024 --num-microbatches 512": "use a smaller --num-",
+    f"--layout dp={NINES}": "is not understood",
+    "--layout dp=999999999,pp=4096,tp=65536": "at most 131,072 can be explained",
+    f"--memory-limit {NINES}": "must be bytes",
+    f"--rank {NINES}": "must be a whole number",
+}
+COUNTS = {
+    "1f1b --num-microbatches 2147483647": "at most 262,144 forward passes",
+    "interleaved --chunks 2147483647": "at most 262,144 forward passes",
+    "1f1b --pp 2147483647 --num-microbatches 1": "at most 262,144 forward passes",
+    "--compare --num-microbatches 2147483647": "must be at most 8,192",
+    "1f1b --costs 1e999999999,1,1": "'1e999999999' is not a number of at most 9 digits",
+    f"1f1b --costs {NINES},1,1": "is not a number of at most 9 digits",
+    "1f1b --latency 1e-999999999": "'1e-999999999' is not a number",
+}
+
+
+@pytest.mark.parametrize("words", SIZES, ids=lambda words: words[:40])
+def test_sizes_are_bounded_before_anything_is_made(words):
+    for command in (
+        ("explain",)
+        if "explained" in SIZES[words] or "rank" in words
+        else ("explain", "train", "verify")
+    ):
+        if (command, words[:14]) != ("verify", "--memory-limit"):
+            with at_once():
+                assert_refused(2, [SIZES[words]], command, *words.split())
+
+
+@pytest.mark.parametrize("name", ["n_layer", "n_embd", "n_positions", "vocab_size"])
+def test_the_shape_in_a_config_json_is_bounded(name, tmp_path):
+    shape = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 8,
+        "n_positions": 8,
+        "vocab_size": 256,
+    } | {name: 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with at_once():
+        assert_refused(65, [str(10**9)], "train", "--init-from", tmp_path)
+        assert_refused(65, [str(10**9)], "generate", tmp_path)
+
+
+@pytest.mark.parametrize("words", COUNTS, ids=lambda words: words[:40])
+def test_counts_of_a_schedule_are_bounded(words):
+    with at_once():
+        assert_refused(2, [COUNTS[words]], "schedule", *words.split())
+
+
+@pytest.mark.parametrize(("text", "part"), [
+    ("0F9999999\n", "is not an instruction"), (f'"{"x" * 200_000}"\n', "larger than field limit"),
+    ("0F0,1F0," * 300_000, "more than 524,288 instructions"),
+    ("0F0\n" * (3 << 20), "the limit is 8,388,608"),
+], ids=lambda value: value[:20])  # fmt: skip
+def test_csv_files_are_bounded(text, part, tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with at_once():
+        assert_refused(2, [part], "schedule", "--from-csv", path)
+        assert_refused(2, [part], "train", "--schedule-csv", path, "--steps", "1")
+
+
+@pytest.mark.parametrize("words", [
+    "train --config PIPE", "explain --machine PIPE.toml", "train --data PIPE",
+    "schedule --from-csv PIPE", "train --val-data PIPE",
+])  # fmt: skip
+def test_a_pipe_is_no_file(words, tmp_path):
+    os.mkfifo(tmp_path / "PIPE")
+    os.mkfifo(tmp_path / "PIPE.toml")
+    code = 2 if "--config" in words or "csv" in words else 65
+    with at_once():
+        assert_refused(
+            code, ["PIPE", ": is a folder, a pipe or a device"], *words.split(), folder=tmp_path
+        )

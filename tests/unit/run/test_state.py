@@ -57,7 +57,7 @@ def contents(folder):
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(layout, marks=[pytest.mark.slow] * (number % 2))
+        pytest.param(layout, marks=[pytest.mark.slow] * (number % 4 != 0))
         for number, layout in enumerate(LAYOUTS)
     ],
     ids=str,

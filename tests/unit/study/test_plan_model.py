@@ -72,6 +72,7 @@ def test_members_of_a_group_in_a_node_follow_from_where_they_stand():
     assert found == [8, 4, 8, 2, 1]
 
 
+@pytest.mark.slow
 def test_a_third_level_of_links_slows_down_only_what_crosses_it():
     """Two sites of 64 devices, each device with a share of 1 Gbit/s of the link between them."""
     inner, outer = H100.links

@@ -1,14 +1,16 @@
-"""A matrix of planted causes: on simulated traces the right rank, cause and share are named."""
+"""On simulated traces the right rank, link, cause and share are named, and only planted ones."""
 
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 from planted_delays import Run, Simulator
-from trace_cases import blocking, span, trace
-from traced_runs import FAULTS
+from program import TEXT
+from trace_cases import blocking, record, span, trace
+from traced_runs import FAULTS, traced
 
-from mpipar.study.trace import causes
+from mpipar.study.trace import causes, links, pop, segments, waits
 from mpipar.study.trace.analysis import Analysis
 
 DP, PP, TP, PP4 = (("dp", 2),), (("pp", 2),), (("tp", 2),), (("pp", 4),)
@@ -171,3 +173,241 @@ def test_the_chain_of_waits_ends_at_the_root():
     told = late.causes.chain(longest)
     assert told[-1] == "rank 3: data loading"
     assert told[0].startswith("rank 2 waited for rank 3 (tp block")
+
+
+# --- A slow link is named with what it costs; healthy links are silent, also on a noisy machine
+
+
+GROUPS = [(DP, ("dp", (0, 1))), (TP, ("tp", (0, 1))), (DP + PP, ("dp", (2, 3)))]
+MESSAGES = [
+    (layout, ("pp", ranks))
+    for layout, pairs in (
+        (PP, [(0, 1), (1, 0)]),
+        (DP + PP, [(0, 2), (3, 1)]),
+        (PP + TP, [(0, 2), (3, 1)]),
+        (PP4, [(0, 1), (1, 2), (2, 3), (1, 0), (2, 1), (3, 2)]),
+    )
+    for ranks in pairs
+]
+
+
+def check_links(layout, link, schedule, steps_late):
+    """The link is the one finding, and it costs what the step is longer than without it."""
+    plain = Run(layout, schedule=schedule)
+    base, _ = analysed(plain)
+    run = replace(plain, fault="link", link=link, delay=steps_late * base.step_ms)
+    late = Simulator(run)
+    (finding,) = Analysis(late.trace).findings
+    axis, ranks = link
+    name = " -> ".join(map(str, ranks)) if axis == "pp" else ", ".join(map(str, ranks))
+    assert finding.kind == "slow link"
+    assert finding.text.startswith(f"{axis} {'link' if axis == 'pp' else 'group'} {name}: ")
+    assert finding.lost_ms / late.step_ms == pytest.approx(
+        1 - base.step_ms / late.step_ms, abs=POINTS
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize(("layout", "link"), GROUPS + MESSAGES, ids=str)
+def test_a_slow_link_is_named(layout, link, schedule):
+    check_links(layout, link, schedule, 1)
+
+
+def test_small_transfers_that_nobody_waited_for_do_not_make_a_link_slow():
+    """The large sums of both groups are equally fast; one group also has small hidden ones."""
+
+    def sums(group):
+        made = []
+        for step in range(6):
+            at = 100 * step
+            made += [
+                record(
+                    "all_reduce",
+                    "grads.block",
+                    "dp",
+                    at + 5 * i,
+                    at + 60,
+                    at + 60,
+                    payload_bytes=200_000,
+                    step=step + 1,
+                )
+                for i in range(8)
+                if group == 0
+            ]
+            made.append(
+                record(
+                    "all_reduce",
+                    "grads.embed",
+                    "dp",
+                    at + 70,
+                    at + 70,
+                    at + 80,
+                    payload_bytes=4 << 20,
+                    step=step + 1,
+                )
+            )
+        return made
+
+    groups = [{"dp": (0, 1), "world": (0, 1, 2, 3)}] * 2 + [
+        {"dp": (2, 3), "world": (0, 1, 2, 3)}
+    ] * 2
+    run = trace([sums(0), sums(0), sums(1), sums(1)], end=600, groups=groups, steps=6)
+    found = links.measured(waits.find(run), [[]] * 4)
+    assert [len(link.lengths) for link in found] == [6, 6]
+    assert [link.size for link in found] == [4 << 20] * 2
+    assert "slow link" not in [one.kind for one in Analysis(run).findings]
+
+
+@pytest.mark.parametrize("layout", [DP + PP, PP + TP, PP4], ids=str)
+def test_a_replay_with_all_transfers_is_the_trace(layout):
+    simulator, analysis = analysed(Run(layout, fault="link", link=("pp", (0, 1)), delay=50))
+    ends = pop.replay(simulator.trace, analysis.waits, lambda call: call.transfer_ns)
+    assert max(ends) == simulator.trace.end
+
+
+class Noisy(Simulator):
+    """Work varies by a sixth and links by half a millisecond; of both, some takes 5 ms longer."""
+
+    def _longer(self, mean_ms):
+        rare = self.random.expovariate(1 / 5) if self.random.random() < 0.03 else 0
+        return self.random.expovariate(1 / mean_ms) + rare
+
+    def _work(self, rank, length, extra=0.0):
+        return super()._work(rank, length, extra + self._longer(0.15 * max(length, 0.1)))
+
+    def _wire_ms(self):
+        return super()._wire_ms() + self._longer(0.5)
+
+
+def check_silence(layout, schedule, seeds):
+    for seed in seeds:
+        found = Analysis(Noisy(Run(layout, schedule=schedule, seed=seed)).trace)
+        assert [one.text for one in found.findings if one.kind == "slow link"] == []
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("layout", [DP + PP, PP + TP, PP4], ids=str)
+def test_noise_is_no_slow_link(layout, schedule):
+    check_silence(layout, schedule, range(2))
+
+
+def by_hand(arrivals, waits_from=0):
+    """The slow links of steps of 110 ms, in which a message arrives after some ms.
+
+    After sending, the sender computes for 40 ms. The receiver then has work for 60. Then both meet.
+    """
+    records, passes = ([], []), []
+    for step, arrival in enumerate(arrivals):
+        now, done = 110 * step, 110 * step + arrival + 60
+        facts = {"step": step + 1, "payload_bytes": 8192}
+        records[0].append(record("send", "activations", "pp", now, now, now, peer=1, **facts))
+        records[1].append(
+            record(
+                "recv", "activations", "pp", now, now + waits_from, now + arrival, peer=0, **facts
+            )
+        )
+        passes.append(span("F", now, now + 40, step=step + 1))
+        for own, came in zip(records, (now + 40, done), strict=True):
+            own.append(record("all_reduce", "step.norm", "world", came, came, done))
+    made = trace(records, [passes, []], end=110 * len(arrivals), steps=len(arrivals))
+    found = waits.find(made)
+    return links.slow_links(made, found, segments.of_trace(made, found))
+
+
+def test_a_message_that_stood_still_until_the_sender_was_done_shows_nothing(monkeypatch):
+    assert by_hand([40.5] * 6) == []
+    assert len(by_hand([42] * 6)) == 1
+    monkeypatch.setattr(links, "AFTER_NS", 0)  # the broken twin blames the link
+    assert len(by_hand([40.5] * 6)) == 1
+
+
+# --- only planted faults are named: an uneven stage, a heavy head, a slow rank
+
+
+# Large enough that products, not Python, take a stage's time.
+SIZE = [
+    *TEXT,
+    *"""--d-model 128 --heads 4 --seq-len 64 --batch-size 8 --num-microbatches 4
+    --layout pp=2 --schedule gpipe --steps 5 --trace 3:5 --sample-tokens 0""".split(),
+]
+
+
+def found_in(run):
+    return {finding.kind: finding for finding in Analysis(run).findings}
+
+
+@pytest.mark.slow
+def test_an_uneven_stage_is_named(tmp_path):
+    run = traced(tmp_path / "run", *SIZE, "--layers", "4", "--stage-layers", "4,0")
+    finding = found_in(run)["uneven stage"]
+    assert finding.text.startswith("pipeline rank 0 (stage 0: embedding, blocks 0-3) computes ")
+    assert finding.text.endswith("balanced by FLOPs: --stage-layers 2,2")
+    assert finding.lost_ms > 0
+
+
+@pytest.mark.alone
+def test_a_heavy_head_is_named(tmp_path):
+    np.arange(16_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    run = traced(
+        tmp_path / "run",
+        *SIZE,
+        "--layers",
+        "4",
+        "--stage-layers",
+        "2,2",
+        "--vocab-size",
+        "16000",
+        "--data",
+        str(tmp_path / "tokens.bin"),
+    )
+    finding = found_in(run)["uneven stage"]
+    assert finding.text.startswith("pipeline rank 1 (stage 1: blocks 2-3, head, loss) computes ")
+    assert "of which the head is 83%" in finding.text  # 2DV of 2DV + 2 (24 D^2 + 4 T D)
+    assert finding.text.endswith("--stage-layers 4,0")
+
+
+def by_hand_findings(slow_steps, steps=3):
+    """Three ranks of one stage: rank 1 takes 20 ms instead of 10 in some steps."""
+    spans = [[span("F", 100 * step, 100 * step + (20 if (i, step) in slow_steps else 10),
+                   step=step + 1) for step in range(steps)] for i in range(3)]  # fmt: skip
+    return trace([[]] * 3, spans, end=100 * steps, steps=steps)
+
+
+def test_a_rank_that_is_slower_than_its_stage_in_every_step_is_named():
+    finding = found_in(by_hand_findings({(1, 0), (1, 1), (1, 2)}))["slow rank"]
+    assert finding.text == (
+        "rank 1 on host1 computes 20.0 ms per step, the others of its stage 10.0 ms"
+    )
+    assert finding.lost_ms == pytest.approx(10)
+
+
+def test_a_slow_rank_beside_a_stage_without_blocks_is_named():
+    """Stage 0 has the embedding alone, whose FLOPs are 0."""
+
+    class Light(Simulator):
+        def _pass(self, rank, instr):
+            if self.stage_layers[instr.stage]:
+                yield from super()._pass(rank, instr)
+            else:
+                self._span(instr.kind, rank, self._work(rank, 0.2), instr.stage, instr.mb)
+
+    run = Light(Run((("pp", 3),), stage_layers=(0, 2, 2), fault="F", rank=1, delay=200.0)).trace
+    finding = found_in(run)["slow rank"]
+    assert "rank 1 on host1 slow" in finding.text
+    assert finding.lost_ms == pytest.approx(200, rel=0.05)
+
+
+def test_no_rank_is_blamed_where_ranks_share_cores():
+    run = by_hand_findings({(1, 0), (1, 1), (1, 2)})
+    for rank in run.ranks:
+        rank.host, rank.cores = "host", (0, 1)
+    assert found_in(run) == {}
+
+
+def test_once_may_be_chance():
+    assert found_in(by_hand_findings({(1, 0), (1, 2)})) == {}
+    one = by_hand_findings({(1, 0)}, steps=1)
+    assert found_in(one) == {}
+    assert one.remarks() == [
+        "one step is traced: what is slow in every step shows only with several"
+    ]

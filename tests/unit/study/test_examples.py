@@ -1,14 +1,58 @@
-"""The exercises of the tour: their tests pass with right answers and fail with wrong ones."""
+"""The worked examples of `mpipar learn`, and the exercises of the tour."""
 
 import io
 import sys
 
 import pytest
 from helpers import REPOSITORY, run_ranks
-from program import LIMIT, environment
+from in_process import assert_refused, printed
+from program import LIMIT, environment, mpipar
 
+from mpipar.errors import EXIT_USAGE
 from mpipar.pipeline.csv_format import print_csv
 from mpipar.pipeline.schedules.catalog import make_schedule
+from mpipar.study.examples.catalog import EXAMPLES
+
+
+def test_examples_are_listed():
+    said = printed("learn")
+    for name, one in EXAMPLES.items():
+        assert name in said
+        assert one.title in said
+    assert printed("learn", ranks=2, rank=1) == ""
+
+
+REFUSED = {
+    "no such topic": (["rign"], 1, ["'rign': no such example", "did you mean ring?"]),
+    "an exercise of former times": (["check"], 1, ["'check': no such example"]),
+    "one rank": (["ffn"], 1, ["2 or 4 ranks, but 1 was", "mpiexec -n 2 mpipar learn ffn"]),
+    "four ranks for two": (["pipeline"], 4, ["pipeline needs 2 ranks, but 4 were started"]),
+    "words behind an example": (["ffn", "x", "y"], 2, ["x"]),
+    "a flag of other commands": (["ffn", "--steps", "3"], 2, ["--steps"]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_mistake_is_named(case, tmp_path):
+    words, ranks, said = REFUSED[case]
+    assert_refused(EXIT_USAGE, said, "learn", *words, ranks=ranks, folder=tmp_path)
+
+
+def on_two_ranks(folder, *words, code=0):
+    """What `mpipar learn` prints on two ranks, in a folder."""
+    result = mpipar("learn", *words, ranks=2, cwd=folder).ended(code)
+    return result.stdout + result.stderr
+
+
+def test_an_example_is_printed_once(tmp_path):
+    said = on_two_ranks(tmp_path, "ffn")
+    assert said.count("ffn: two products cut") == 1
+    assert "--- barrier: all_reduce ffn.down, 32 bytes; each rank sends 32" in said
+    assert said.rstrip().endswith("no number differs from one rank's by more than 1e-12")
+
+
+# --- the exercises of the tour: their tests pass with right answers and fail with wrong ones
+
 
 FOLDER = REPOSITORY / "docs" / "examples" / "exercises"
 RING = """
@@ -110,6 +154,7 @@ def test_right_answers_pass(tmp_path):
     assert result.stdout.count(f"{len(RIGHT)} passed") == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answers", [WRONG, dict.fromkeys(WRONG, "")], ids=["wrong", "blank"])
 def test_other_answers_fail(answers, tmp_path):
     result = judged(answers, tmp_path)

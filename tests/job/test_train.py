@@ -1,0 +1,324 @@
+"""Training by flags: schedules, barriers of ZeRO, a rank that dies, no steps, evaluations."""
+
+import json
+import re
+import signal
+import sys
+
+import numpy as np
+import pytest
+from config_helpers import changed
+from helpers import REPOSITORY, run_ranks
+from in_process import alone, assert_refused, printed
+from program import TEXT, killed_by, mpipar
+from short_runs import TINY, assert_same_run, ended, train
+
+from mpipar.run.data.rows import load
+
+SMALL = [
+    *TEXT,
+    *"""--layers 4 --d-model 16 --heads 2 --seq-len 8 --batch-size 8
+    --num-microbatches 4 --steps 3 --sample-tokens 3 --dtype float64 --layout pp=2""".split(),
+]
+
+
+def losses(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.slow
+def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path):
+    path, name = tmp_path / "order.csv", "zb-v"
+    printed("schedule", name, "--pp", 2, "--num-microbatches", 4, "--csv", path)
+    runs = {"name": ["--schedule", name], "csv": ["--schedule-csv", path]}
+    for out, flags in runs.items():
+        result = mpipar("train", *SMALL, *flags, "--out", tmp_path / out, ranks=2).ended()
+        assert "text generated" in result.stdout
+        assert f", schedule {path if out == 'csv' else name}, " in result.stdout.splitlines()[0]
+    assert losses(tmp_path / "csv") == losses(tmp_path / "name")
+
+
+def test_what_a_csv_file_does_not_leave_open_is_refused(tmp_path):
+    path = tmp_path / "order.csv"
+    printed("schedule", "zb-v", "--pp", 2, "--num-microbatches", 4, "--csv", path)
+    own = [f"{flag} with --schedule-csv {path}" for flag in ("--schedule zb-v", "--chunks 3")]
+    assert_refused(
+        2,
+        [*own, "--stage-layers 2,2 with", "use as many numbers as"],
+        "explain",
+        "--pp",
+        2,
+        "--schedule-csv",
+        path,
+        "--schedule",
+        "zb-v",
+        "--chunks",
+        3,
+        "--stage-layers",
+        "2,2",
+    )
+
+
+def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):
+    rows = [
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
+        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1",
+    ]
+    (tmp_path / "full.csv").write_text("\n".join(rows) + "\n")
+    result = mpipar(
+        "train",
+        *SMALL,
+        "--num-microbatches",
+        2,
+        "--out",
+        tmp_path / "run",
+        "--schedule-csv",
+        tmp_path / "full.csv",
+        ranks=2,
+    ).ended()
+    assert "held-out loss" in result.stdout
+
+
+@pytest.mark.parametrize(("rows", "what"), [
+    (["0F0,0B0,0F1,0B1", "1F0,1B0,1B1,1F1"], "1B1"),
+    (["0F0,0F1,0B0,0B1", "1F0,1B0,1F1"], "1B1"),
+    (["0F0,0B0"], "--pp 1"),
+])  # fmt: skip
+def test_a_broken_csv_file_is_refused(tmp_path, rows, what):
+    (tmp_path / "bad.csv").write_text("\n".join(rows) + "\n")
+    assert_refused(
+        2,
+        [what],
+        "train",
+        *SMALL,
+        "--num-microbatches",
+        2,
+        "--out",
+        tmp_path / "run",
+        "--schedule-csv",
+        tmp_path / "bad.csv",
+        ranks=2,
+    )
+    assert not (tmp_path / "run").exists()
+
+
+def test_measured_bubble_stands_beside_the_simulated_one(tmp_path):
+    result = mpipar("train", *SMALL, "--schedule", "naive", "--out", tmp_path / "run", ranks=2)
+    assert "busy share and bubble of naive" in result.stdout, result.tail()
+    pattern = r"^(\d) +([\d.]+)% +([\d.]+)% +[\d.]+ ms +[\d.]+ ms$"
+    rows = re.findall(pattern, result.stdout, re.MULTILINE)
+    assert [row[0] for row in rows] == ["0", "1"]
+    # One microbatch in flight: the simulated shares of both ranks add up to all of the time.
+    assert sum(float(row[2]) for row in rows) == pytest.approx(100, abs=0.2)
+
+
+# --- zeRO from the command line: its barriers. For a killed run see test_resume_runs.py
+
+
+@pytest.mark.slow
+def test_its_barriers_are_shown(tmp_path):
+    words = "--steps 2 --layers 1 --batch-size 8 --sample-tokens 0 --eval-tokens 64 --dp 2 --zero 1"
+    done = mpipar("train", *words.split(), ranks=2, cwd=tmp_path).ended()
+    assert "gradient reduce-scatter: its rank computed in" in done.stdout
+    assert "weights.bucket  all_gather" in done.stdout
+
+
+# --- `--all-reduce` as a user types it: a rank that dies
+
+
+DYING = (
+    "train --layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
+    " --steps 4 --sample-tokens 0 --log-interval 1 --dtype float64"
+).split()
+
+
+DIES = """
+import os, signal, sys
+from mpipar.comm.algorithms.shared import Marks
+plain, seen = Marks.meet, []
+def meet(marks, row, mark):
+    seen.append(row)
+    place = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
+    if len(seen) == 20 and place == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return plain(marks, row, mark)
+Marks.meet = meet
+from mpipar.__main__ import main
+main()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_inside_a_window_ends_the_job(tmp_path):
+    """The launcher ends the one that would spin at their next meeting for ever."""
+    result = run_ranks(
+        2,
+        [
+            sys.executable,
+            "-c",
+            DIES,
+            *DYING,
+            *TEXT,
+            "--layout",
+            "tp=2",
+            "--all-reduce",
+            "window",
+            "--steps",
+            "1000",
+            "--hang-stop",
+            "5",
+            "--out",
+            str(tmp_path / "run"),
+        ],
+        timeout=100,
+        env={"PYTHONPATH": str(REPOSITORY)},
+    )
+    killed_by(result, signal.SIGKILL)
+
+
+# --- `mpipar train --steps 0`: the held-out loss of given weights, and nothing that trains
+
+
+NO_STEPS = """--layers 2 --d-model 8 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2
+    --dtype float64 --sample-tokens 4 --data text.txt""".split()
+
+
+def result(folder):
+    return json.loads((folder / "result.json").read_text())
+
+
+@pytest.fixture
+def trained(text_folder):
+    alone("train", *NO_STEPS, "--steps", "2", "--out", "first", cwd=text_folder).ended()
+    return text_folder
+
+
+def evaluate(folder, *words):
+    words = ["--init-from", "first", "--steps", "0", *words]
+    return alone("train", *NO_STEPS, *words, cwd=folder).ended()
+
+
+def test_given_weights_are_evaluated_and_sampled_but_not_written(trained):
+    shown = evaluate(trained, "--out", "again").stdout
+    expected = result(trained / "first")["held_out_loss"]
+    assert result(trained / "again") == {"step": 0, "held_out_loss": expected}
+    lines = (trained / "again" / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["held_out_loss"] for line in lines] == [expected]
+    assert f"held-out loss {expected:.4f} nats per token" in shown
+    assert "text generated from" in shown
+    for word in ("trained on", "WARNING", "damaged", "warm-up"):
+        assert word not in shown
+    assert not list((trained / "again").glob("weights/*.safetensors"))
+    assert not (trained / "again" / "checkpoints").exists()
+
+
+def test_initial_weights_and_a_run_that_goes_on(trained):
+    alone("train", *NO_STEPS, "--steps", "0", "--out", "new", cwd=trained).ended()
+    assert result(trained / "new")["held_out_loss"] == pytest.approx(5.545, abs=0.01), "ln 256"
+    evaluate(trained, "--out", "again")
+    words = ["--resume", "auto", "--out", "again", "--steps", "1"]
+    shown = alone("train", *words, cwd=trained).ended().stdout
+    assert "the run starts at step 1, from the weights of first" in shown
+    assert result(trained / "again")["step"] == 1
+
+
+def test_a_run_is_not_resumed_for_no_steps(trained):
+    words = ["--resume", "first", "--steps", "0"]
+    block = alone("train", *NO_STEPS, *words, cwd=trained).ended(2).stderr
+    assert "step 2; use 2 or more, or evaluate its weights with --steps 0 --init-from" in block
+
+
+@pytest.mark.parametrize("layout", ["tp=2,pp=2", pytest.param("dp=2,cp=2", marks=pytest.mark.slow)])
+def test_every_layout_finds_the_loss_of_one_rank(layout, trained):
+    words = [
+        *NO_STEPS,
+        "--init-from",
+        "first",
+        "--steps",
+        "0",
+        "--out",
+        layout,
+        "--layout",
+        layout,
+    ]
+    mpipar("train", *words, ranks=4, cwd=trained).ended()
+    expected = result(trained / "first")["held_out_loss"]
+    assert result(trained / layout)["held_out_loss"] == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+# --- evaluation during a run: the run is the same without them; its data; refusals
+
+
+OFTEN = "--eval-interval 3 --eval-tokens 40".split()
+
+
+def evaluations(folder):
+    """The lines of evaluations.jsonl, without times."""
+    lines = map(json.loads, (folder / "evaluations.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
+
+
+def test_evaluation_changes_nothing(text_folder):
+    train(text_folder, *TINY, "--eval-tokens", 40, "--out", "plain")
+    text = train(text_folder, *TINY, *OFTEN, "--out", "often")
+    assert_same_run(text_folder / "plain", text_folder / "often")
+    found = evaluations(text_folder / "often")
+    assert [line["step"] for line in found] == [3, 6, 9, 10]
+    assert {line["tokens"] for line in found} == {40}
+    assert found[-1:] == evaluations(text_folder / "plain")
+    result = json.loads((text_folder / "often" / "result.json").read_text())
+    assert result["held_out_loss"] == found[-1]["held_out_loss"]
+    for line in found[:-1]:
+        assert (
+            f"step {line['step']}: held-out loss {line['held_out_loss']:.4f} nats per token"
+            " over 40 tokens, "
+        ) in text
+    assert text.count("2 microbatches (gradient accumulation)") == 1
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_same_evaluations(text_folder):
+    words = [*TINY, *OFTEN, "--pp", "2"]
+    train(text_folder, *words, "--out", "whole", ranks=2)
+    result = ended(
+        text_folder, "kill", 10, *words, "--out", "killed", "--save-interval", "5", ranks=2
+    )
+    killed_by(result, 9)
+    assert [line["step"] for line in evaluations(text_folder / "killed")] == [3, 6, 9]
+    train(text_folder, *words, "--resume", "auto", "--out", "killed", ranks=2)
+    assert_same_run(text_folder / "whole", text_folder / "killed")
+    assert evaluations(text_folder / "killed") == evaluations(text_folder / "whole")
+
+
+# --- held-out data of its own
+
+
+def test_with_val_data_all_of_data_is_trained_on(tmp_path):
+    (tmp_path / "a.txt").write_text("abc" * 100)
+    (tmp_path / "b.txt").write_text("xyz" * 10)
+    (train_part, held_out), what = load(
+        changed(
+            data=(str(tmp_path / "a.txt"),),
+            val_data=(str(tmp_path / "b.txt"),),
+            seq_len=5,
+            batch_size=4,
+        )
+    )
+    assert (len(train_part), bytes(held_out)) == (300, b"xyz" * 10)
+    assert what == "300 bytes from 1 file; held out: 30 bytes from 1 file"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "parts"),
+    [
+        ("--val-data nothing.txt", 65, ["--val-data nothing.txt: no such file"]),
+        ("--val-data short.txt", 65, ["--val-data: has 3 tokens, but a row needs 64 + 1"]),
+        ("--data text.txt --val-data ids.bin", 65, ["--val-data: either it or --data is text"]),
+    ],
+)
+def test_refusals(words, code, parts, tmp_path):
+    (tmp_path / "short.txt").write_text("abc")
+    (tmp_path / "text.txt").write_text("some text " * 500)
+    np.zeros(500, np.uint16).tofile(tmp_path / "ids.bin")
+    assert_refused(code, parts, "train", *words.split(), folder=tmp_path)
