@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,9 @@ from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpipar.layers.contracts import Layer
+
+
+PLAIN = {"numbers": "sgd", "matrices": "sgd", "signs": "signs"}  # rules where nothing is updated
 
 
 class LossFactor:
@@ -41,7 +44,8 @@ class Context:
     of a stage's leading blocks that use activation recomputation. recompute_attention: the
     attention method of these blocks if they recompute only scores; None if they recompute
     everything from their input. factor: of the loss. make_flat: makes a stage's flat buffers, see
-    `flats_of`. tied: the copies of a table that the first and the last stage share.
+    `flats_of`. rules: {rule of a Param: the optimizer's}. tied: the copies of a table that the
+    first and the last stage share.
     """
 
     ops: Ops
@@ -52,6 +56,7 @@ class Context:
     recompute_attention: MakeAttention | None = None
     factor: LossFactor = field(default_factory=LossFactor)
     make_flat: Callable[..., FlatParams] = FlatParams
+    rules: Mapping[str, str] = field(default_factory=lambda: PLAIN)
     tied: Copies = ALONE
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ What ZeRO shards of them is in `train/zero.py`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -45,12 +45,12 @@ class FlatParams:
         params: Iterable[Param],
         groups: tuple[str, ...] = (),
         group: Comm | None = None,
-        sign_rate: float = 0.0,
+        rule: str = "sgd",
     ):
         self.ops = ops
         self.groups = groups  # over which gradients are summed; the last one is the data group
         self.group = group  # the data group
-        self.sign_rate = sign_rate  # see `Param`
+        self.rule = rule  # that updates the buffers
         self.params = sorted(params, key=lambda param: (-param.unit, not param.decay))
         largest = max(self.params, key=lambda p: p.size).name if self.params else "none"
         # for the error that reports a lack of memory
@@ -215,19 +215,23 @@ class FlatParams:
 
 
 def flats_of(
-    params: Iterable[Param], make: Callable[..., FlatParams], ops: Ops, comms: Comms
+    params: Iterable[Param],
+    make: Callable[..., FlatParams],
+    ops: Ops,
+    comms: Comms,
+    rules: Mapping[str, str],
 ) -> list[FlatParams]:
-    """Return a FlatParams for each set of groups over which gradients are partial, and each update.
+    """Return a FlatParams for each set of groups over which gradients are partial, and each rule.
 
     Those that only the data group sums come first, since their sums begin while passes still run.
-    make: FlatParams, or a function that is called like it.
+    make: FlatParams, or a function that is called like it. rules: see `Context`.
     """
-    sets: dict[tuple[tuple[str, ...], float], list[Param]] = {}
+    sets: dict[tuple[tuple[str, ...], str], list[Param]] = {}
     for param in params:
-        sets.setdefault((param.grad_groups, param.sign_rate), []).append(param)
+        sets.setdefault((param.grad_groups, rules[param.rule]), []).append(param)
     return [
-        make(ops, sets[groups, rate], groups, comms[groups[-1]], rate)
-        for groups, rate in sorted(sets, key=lambda one: (len(one[0]), one))
+        make(ops, sets[groups, rule], groups, comms[groups[-1]], rule)
+        for groups, rule in sorted(sets, key=lambda one: (len(one[0]), one))
     ]
 
 

@@ -24,8 +24,6 @@ from mpipar.layers.param import Param
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
 
-BIAS_RATE = 0.001  # a step's change of an expert's bias, as in arXiv 2408.15664
-
 
 class Router:
     """Chooses K of E experts for each token, and balances their load as --router-balance says.
@@ -64,7 +62,7 @@ class Router:
                 (self.experts,),
                 fill=0.0,
                 decay=False,
-                sign_rate=BIAS_RATE,
+                rule="signs",
             )
             self.params.append(self.bias)
 

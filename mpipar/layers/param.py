@@ -48,9 +48,8 @@ class Param:
     from instead. decay: whether weight decay applies, as it does to matrices and embeddings, but
     not to biases and norms. partial_groups: groups whose ranks each compute a part of the gradient.
     copies: see `Copies`. multiple: the length of a shard is a multiple of
-    this on each dimension that is cut, padded with zeros. sign_rate: what an update subtracts where
-    the gradient is positive, and adds where it is negative; such a parameter takes no part in
-    optimizer, norm and clipping. 0: an ordinary parameter.
+    this on each dimension that is cut, padded with zeros. rule: which of an optimizer's rules
+    updates it, see `train.optimizer`.
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
     backward pass. The last one is the data group, whose ranks read different data. copy_groups: the
@@ -79,14 +78,14 @@ class Param:
         partial_groups: tuple[str, ...] = (),
         copies: Copies = ALONE,
         multiple: int = 1,
-        sign_rate: float = 0.0,
+        rule: str = "numbers",
     ) -> None:
         grid = context.comms.grid
         self.name = name
         self.shape = tuple(shape)
         self.placement = dict(placement or {})
         assert len({*self.placement.values()}) == len(self.placement), (name, placement)
-        self.std, self.multiple, self.sign_rate = std, multiple, sign_rate
+        self.std, self.multiple, self.rule = std, multiple, rule
         self.fill = fill
         self.decay = decay
         replicas = grid.uncut("tp", self.placement)

@@ -53,7 +53,9 @@ class LayerRun:
                 if param.name not in elsewhere and param.name not in own:
                     own[param.name] = param
                     param.unit = unit
-        self.flats = flats_of(own.values(), context.make_flat, context.ops, context.comms)
+        self.flats = flats_of(
+            own.values(), context.make_flat, context.ops, context.comms, context.rules
+        )
 
     @property
     def params(self) -> list[Param]:

@@ -79,6 +79,8 @@ class Replicas:
         for kind in self.kinds:
             key = self.key(kind, self.worker.grid.place(ISLAND))
             for flat in self.worker.flats:
+                if kind not in flat.state:
+                    continue
                 for param, _, values in flat.held("data" if flat.shares(kind) else kind):
                     yield (key, param.name, param.shard), param, values
 

@@ -26,6 +26,7 @@ from mpipar.pipeline.engine import Weights, WholeWeights
 from mpipar.pipeline.instructions import Instr, Schedule, lower, with_weights_kept
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.train.gradsync import GradSync
+from mpipar.train.optimizer import rules_of
 from mpipar.train.zero import UNITS, PieceSync, ScatterSync, ShardedFlatParams
 
 
@@ -97,8 +98,11 @@ def stages_of(
     bucket = config.train.bucket_bytes // ops.statistics.itemsize
     sharded = partial(ShardedFlatParams, level=memory.zero, bucket=bucket)
     make_flat = sharded if memory.zero else FlatParams
+    rules = rules_of(config.train.optimizer)
     tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.stage_to_rank[0] == pp_rank)
-    context = Context(ops, comms, **recompute_options(config), make_flat=make_flat, tied=tied)
+    context = Context(
+        ops, comms, **recompute_options(config), make_flat=make_flat, rules=rules, tied=tied
+    )
     tables: dict[str, Param] = {}
     return {
         stage: Stage(context, config.model, stage, stage_layers, tables)

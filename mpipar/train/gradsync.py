@@ -26,6 +26,7 @@ from mpipar.layers.flat import FlatParams
 from mpipar.models.stage import LayerRun
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
+from mpipar.train.optimizer import RULES
 
 Flat = TypeVar("Flat", bound=FlatParams)
 
@@ -50,7 +51,7 @@ class GradSync(Generic[Flat]):
         }
         # The order is the same on every rank: sums over further groups follow it.
         self.flats = [flat for flats in self.flats_of.values() for flat in flats]
-        self.updated = [flat for flat in self.flats if not flat.sign_rate]  # by the optimizer
+        self.of_loss = [flat for flat in self.flats if RULES[flat.rule].of_loss]
         self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
         self.pending: list[Pending] = []
         self.started: set[tuple[int, int]] = set()  # (stage, unit)
@@ -141,7 +142,7 @@ class GradSync(Generic[Flat]):
         """
         return [
             (self.ops.square_sum(flat.summed[segment][place]), owned and self.counts(flat))
-            for flat in self.updated
+            for flat in self.of_loss
             for owned, segment, place in flat.counted
         ]
 
@@ -156,7 +157,7 @@ class GradSync(Generic[Flat]):
             self._scale(limit / (norm + 1e-6))
 
     def _scale(self, factor: float) -> None:
-        for flat in self.updated:
+        for flat in self.of_loss:
             for summed in flat.summed:
                 self.ops.scale(summed, factor)
 

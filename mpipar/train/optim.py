@@ -1,4 +1,4 @@
-"""Optimizers over flat buffers of master weights, and the learning rate of a step.
+"""Update rules over flat buffers of master weights, and the learning rate of a step.
 
 A rank updates its own pieces (see `layers/flat.py`), which is everything where nothing is sharded.
 
@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from typing import ClassVar
 
+from mpipar.comm.groups import Comms
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 
 TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of FlatParams.state
 
@@ -21,47 +23,46 @@ TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of 
 class Sgd:
     """master -= lr * grad.
 
-    SGD has no moments and no decay, so a wrong gradient scale shows at once. flats: all FlatParams
-    of the rank; the optimizer adds its moments to them.
+    SGD has no moments and no decay, so a wrong gradient scale shows at once. flats: those that this
+    rule updates; it adds its moments to them.
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()  # of moments
+    of_loss = True  # gradients are those of the loss: they count in the norm, and are clipped
 
-    def __init__(self, ops: Ops, flats: Sequence[FlatParams], config: TrainConfig):
-        self.ops, self.flats, self.config = ops, flats, config
+    def __init__(self, ops: Ops, flats: Sequence[FlatParams], config: TrainConfig, comms: Comms):
+        self.ops, self.flats, self.config, self.comms = ops, flats, config, comms
         for kind in self.kinds:
             for flat in flats:
                 flat.add_moment(kind)
 
-    def step(self, lr: float, step: int) -> None:
-        """Update all parameters of this rank; step counts from 1.
-
-        Comm: with ZeRO 1, one all_gather for each segment.
-        """
-        pending = []
-        for flat in self.flats:
-            for number in range(len(flat.updates)):
-                if flat.sign_rate:
-                    self.follow_signs(flat, number)
-                else:
-                    self.update(flat, number, lr, step)
-                pending += flat.updated(number)
-        for one in pending:
-            one.wait()
-
-    def follow_signs(self, flat: FlatParams, number: int) -> None:
-        """Update one of this rank's pieces by the signs of its gradients; see `Param`."""
-        master, data = (flat.piece(kind, number) for kind in ("master", "data"))
-        self.ops.sign_step(master, flat.summed[number], flat.sign_rate)
-        if flat.rounds:
-            self.ops.copy(data, master)
+    def prepare(self) -> None:
+        """Do what must precede the first update of a step."""
 
     def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
         """Update one of this rank's pieces, and round it to the data."""
         master, data = (flat.piece(kind, number) for kind in ("master", "data"))
-        self.ops.sgd_step(master, flat.summed[number], lr)
+        self.change(master, flat.summed[number], lr)
         if flat.rounds:
             self.ops.copy(data, master)
+
+    def change(self, master: Array, grad: Array, lr: float) -> None:
+        """Change master weights by their gradients."""
+        self.ops.sgd_step(master, grad, lr)
+
+
+class Signs(Sgd):
+    """Lowers a number by RATE where its gradient is positive, raises it where that is negative.
+
+    For gradients that are not those of the loss, such as a router's excess of tokens
+    (arXiv 2408.15664).
+    """
+
+    of_loss = False
+    RATE = 0.001
+
+    def change(self, master: Array, grad: Array, lr: float) -> None:
+        self.ops.sign_step(master, grad, self.RATE)
 
 
 class AdamW(Sgd):
@@ -87,8 +88,6 @@ class AdamW(Sgd):
             copy=data if flat.rounds else None,
         )
 
-
-OPTIMIZERS: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW}
 
 DECAY_RATIO = 0.2  # share of the steps in which wsd decays: 10 to 20% suffice (arXiv 2405.18392)
 

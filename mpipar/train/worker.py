@@ -25,7 +25,8 @@ from mpipar.run.checkpoint.params import all_params
 from mpipar.train import build, non_finite
 from mpipar.train.gradsync import all_reduce_scalars, masked_contribution, masked_sum
 from mpipar.train.loss_scale import LossScale
-from mpipar.train.optim import OPTIMIZERS, learning_rate
+from mpipar.train.optim import learning_rate
+from mpipar.train.optimizer import Optimizer
 from mpipar.train.outer import Outer
 
 GetBatch = Callable[[int], Any]  # the rows of a microbatch
@@ -204,7 +205,7 @@ class Worker:
             self.gradsync,
             build.gathered_weights(config.memory, ops, self.stages),
         )
-        self.optimizer = OPTIMIZERS[config.train.optimizer](ops, self.flats, config.train)
+        self.optimizer = Optimizer(ops, self.flats, config.train, self.comms)
         self.outer: Outer | None = None
         self.island: int | None = None
         if config.grid.islands is not None:

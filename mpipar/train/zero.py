@@ -57,13 +57,13 @@ class ShardedFlatParams(FlatParams):
         params: Iterable[Param],
         groups: tuple[str, ...],
         group: Comm,
-        sign_rate: float = 0.0,
+        rule: str = "sgd",
         *,
         level: int,
         bucket: int,
     ):
         self.level, self.bucket, self.multiple = level, bucket, group.size
-        super().__init__(ops, params, groups, group, sign_rate)
+        super().__init__(ops, params, groups, group, rule)
 
     def cut(self) -> None:
         """Determine segments, this rank's piece of each, and the runs of these."""

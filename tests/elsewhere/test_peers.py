@@ -120,7 +120,7 @@ def test_another_setting_would_be_seen(what, rng):
     same = {"optimizer": "adamw", "clip": 0.05, "weight_decay": 0.3, **SHAPES["odd"]}
     ours, params, get_batch, theirs = both_sides(rng, **same)
     changed_train = changed(theirs.config, **{what: other})
-    ours.optimizer.config = changed_train.train
+    ours.optimizer.rules["adamw"].config = changed_train.train
     ours.config = changed_train
     for step in (1, 2, 3):
         theirs.forward_backward(step)

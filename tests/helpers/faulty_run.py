@@ -32,7 +32,7 @@ from mpipar.run.process import mpi, watchdog
 from mpipar.run.process.session import Session, guard
 from mpipar.study import report
 from mpipar.train.gradsync import GradSync
-from mpipar.train.optim import OPTIMIZERS, AdamW
+from mpipar.train.optimizer import Optimizer
 from mpipar.train.worker import Worker
 
 NAME, _, NUMBER = sys.argv.pop(1).partition("@")
@@ -208,7 +208,7 @@ PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
     "send": (MpiTransport, "isend"),
     "receive": (MpiTransport, "irecv"),
     "all-reduce": (MpiTransport, "all_reduce"),
-    "optimizer": (AdamW, "step"),
+    "optimizer": (Optimizer, "step"),
     "save": (save, "write_new"),
     "commit": (save, "put_in_place"),
     "evaluation": (Worker, "evaluate"),
@@ -282,7 +282,7 @@ LATE = {
     "gc": lambda: pause(
         LayerNorm, "forward", 0, lambda *given: is_late_layer(*given) and collecting()
     ),
-    "opt": lambda: [pause(one, "step", LATE_SECONDS) for one in set(OPTIMIZERS.values())],
+    "opt": lambda: pause(Optimizer, "step", LATE_SECONDS),
     "save": lambda: pause(save, "write_pieces", LATE_SECONDS),
     "between": lambda: pause(training.Run, "show_step", LATE_SECONDS),
     "dp link": lambda: slow("iall_reduce"),

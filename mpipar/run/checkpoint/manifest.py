@@ -112,7 +112,7 @@ class Manifest:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of state, sorted: master, and the moments that the optimizer has."""
+        """The kinds of state, sorted: master, and all moments; a tensor may lack some of them."""
         return tuple(sorted({piece.kind for piece in self.pieces}))
 
     def text(self) -> str:
@@ -198,9 +198,12 @@ def _manifest(content) -> Manifest:
     return replace(found, config=config, layout={axis: found.layout.get(axis, 1) for axis in AXES})
 
 
-def piece_problem(tensors, pieces) -> str:
-    """Return which tensor and kind the pieces do not cover exactly once, or ""."""
-    boxes = {(name, kind): [] for name in tensors for kind in {piece.kind for piece in pieces}}
+def piece_problem(tensors, kinds, pieces) -> str:
+    """Return which tensor and kind the pieces do not cover exactly once, or "".
+
+    kinds: {name of a tensor: the kinds that it needs}.
+    """
+    boxes = {(name, kind): [] for name in tensors for kind in kinds[name]}
     for piece in pieces:
         boxes[piece.tensor, piece.kind].append(piece.box)
     found = (

@@ -40,6 +40,7 @@ from mpipar.run.checkpoint.manifest import (
     piece_problem,
     pieces_file,
     saved_as,
+    saved_kinds,
     step_folder_name,
 )
 
@@ -181,7 +182,12 @@ class Saver:
             for _, param in worker.all_params
         }
         if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
-            problem = piece_problem(self.tensors, self.pieces)
+            islands = worker.config.grid.islands
+            kinds = {
+                param.name: saved_kinds(worker.optimizer.kinds_of(param), islands)
+                for _, param in worker.all_params
+            }
+            problem = piece_problem(self.tensors, kinds, self.pieces)
             assert not problem, problem
         # Deletes old files, which takes a tenth of a save; in background mode it also writes.
         self.thread, self.deletion = ThreadPoolExecutor(1, "checkpoint"), None

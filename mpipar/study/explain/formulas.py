@@ -320,7 +320,7 @@ def _data(config, prediction, group: str, group_size: int, m: int) -> Expected:
 
 def _islands(config, prediction, q: int) -> Expected:
     """Return the Expected of the step in which islands meet."""
-    numbers, over = own_numbers(config, prediction), "/x" if config.memory.zero else ""
+    numbers, over = sum(own_lengths(config, prediction)), "/x" if config.memory.zero else ""
     calls, factor = len(prediction.segments) + 1, 2 * (q - 1) / q
     size = numbers * bytes_of_numbers(config)[1] + 3 * 8  # of three votes
     every = f"once in {config.train.outer_interval} steps"
@@ -332,12 +332,12 @@ def _islands(config, prediction, q: int) -> Expected:
     )
 
 
-def own_numbers(config, prediction) -> int:
-    """Return how many numbers a rank updates: all it holds, or its pieces of them (--zero)."""
-    return sum(
+def own_lengths(config, prediction) -> list[int]:
+    """Return what a rank updates of each segment: all it holds, or its piece of it (--zero)."""
+    return [
         length // (len(prediction.groups.get(groups[-1], "1")) if config.memory.zero else 1)
         for groups, length in prediction.segments
-    )
+    ]
 
 
 def bytes_of_numbers(config) -> tuple[int, int]:

@@ -5,13 +5,13 @@ N is the number of a rank's parameters, including padding, which x ranks shard (
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
 
-from mpipar.study.explain.formulas import bytes_of_numbers, own_numbers, text, units_of
+from mpipar.study.explain.formulas import bytes_of_numbers, own_lengths, text, units_of
 from mpipar.study.explain.layer_costs import value
-from mpipar.train.optim import OPTIMIZERS
 from mpipar.train.outer import outer_copies
 
 
@@ -32,26 +32,33 @@ def states(config, prediction) -> dict[str, Form]:
     level = config.memory.zero
     over = "/x" if level and config.grid.island_dp * config.grid.cp > 1 else ""
     numbers = sum(length for _, length in prediction.segments)
-    pieces = own_numbers(config, prediction)
+    own = own_lengths(config, prediction)
+    pieces = sum(own)
     units = [
         [sum(length for _, length in unit) for unit in units] for units in prediction.reads.values()
     ]
     turns = [max((size for stage in units for size in stage[odd::2]), default=0) for odd in (0, 1)]
     found = {"weights": Form("N*e", numbers * e), "gradients": Form("N*s", numbers * s)}
     if level == 3:
-        own = pieces * e
-        found["weights"] = Form("N*e/x + (u0 + u1)*e", own + sum(turns) * e)
+        kept = pieces * e
+        found["weights"] = Form("N*e/x + (u0 + u1)*e", kept + sum(turns) * e)
         if config.memory.keeps_gathered:
             found["weights"] = (
-                Form("N*e/x + the stage's units", own + sum(units[0]) * e)
+                Form("N*e/x + the stage's units", kept + sum(units[0]) * e)
                 if len(units) == 1
                 else Form()
             )
         found["gradients"] = Form("N*s/x + u*s", pieces * s + max(turns) * s)
     masters = int(np.dtype(config.run.dtype).itemsize < s)
-    copies = len(OPTIMIZERS[config.train.optimizer].kinds) + masters + outer_copies(config)
-    if copies:
-        found["optimizer"] = Form(f"{copies}N*s{over}", copies * pieces * s)
+    outer = outer_copies(config)
+    by_copies: Counter[int] = Counter()
+    for length, moments in zip(own, prediction.moments, strict=True):
+        by_copies[moments + masters + outer] += length
+    several = len(by_copies) > 1  # Nk: numbers of which it keeps k copies
+    forms = [f"{k}N{k if several else ''}*s{over}" for k in sorted(by_copies) if k]
+    if forms:
+        size = s * sum(copies * length for copies, length in by_copies.items())
+        found["optimizer"] = Form(" + ".join(forms), size)
     return found
 
 

@@ -20,7 +20,7 @@ from mpipar.layers.stash import Stash
 from mpipar.models.decoder import Stage
 from mpipar.run.checkpoint.save import num_elements, own_pieces
 from mpipar.run.data import rows
-from mpipar.train.optim import OPTIMIZERS
+from mpipar.train.optimizer import RULES, rules_of
 from mpipar.train.outer import outer_copies
 from mpipar.train.worker import Worker
 from mpipar.train.zero import unit_segments
@@ -33,7 +33,8 @@ class Prediction:
     peak_bytes: {label: bytes} at the moment of the largest sum. flops: {phase: FLOPs of products}.
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
     num_params: of its stages, without padding. segments: (groups, length) of each segment of its
-    flat buffers, see `layers/flat.py`. reads: {stage: [those that a unit reads, ...]}.
+    flat buffers, see `layers/flat.py`. moments: how many the optimizer keeps of each segment.
+    reads: {stage: [those that a unit reads, ...]}.
     """
 
     world_rank: int
@@ -43,6 +44,7 @@ class Prediction:
     groups: dict
     num_params: int
     segments: list
+    moments: list
     reads: dict
 
     @property
@@ -86,6 +88,7 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
         {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
         sum(flat.size for flat in worker.flats),
         [(flat.groups, length) for flat in worker.flats for length in flat.lengths],
+        [len(RULES[flat.rule].kinds) for flat in worker.flats for _ in flat.lengths],
         {
             number: [
                 [(flat.groups, flat.lengths[segment]) for flat, segment in needs] for needs in units
@@ -165,12 +168,15 @@ def _unit_memory(config) -> dict:
     watch.kind = "w"
     stage.backward_weight(stash, watch)
     kept = watch.taken
-    moments = len(OPTIMIZERS[config.train.optimizer].kinds)
-    copies = 1 + moments + (ops.dtype != ops.statistics) + outer_copies(config)
-    each = ops.dtype.itemsize + copies * ops.statistics.itemsize
-    weights = [
-        each * sum(p.size for layer in layers for p in layer.params) for layers in stage.units
-    ]
+    rules, s = rules_of(config.train.optimizer), ops.statistics.itemsize
+    copies = 1 + (ops.dtype != ops.statistics) + outer_copies(config)  # and the moments
+
+    def kept_of(param):
+        return param.size * (
+            ops.dtype.itemsize + s * (copies + len(RULES[rules[param.rule]].kinds))
+        )
+
+    weights = [sum(kept_of(p) for layer in layers for p in layer.params) for layers in stage.units]
     return {
         "stash_bytes": tuple(kept["f", unit] for unit in range(num_units)),
         "kept_bytes": tuple(-kept["w", unit] for unit in range(num_units)),

@@ -32,7 +32,7 @@ from mpipar.pipeline.engine import Engine
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.study.explain.predict import predict
 from mpipar.train.gradsync import GradSync
-from mpipar.train.optim import Sgd
+from mpipar.train.optimizer import Optimizer
 from mpipar.train.zero import GatheredUnits, PieceSync, ScatterSync, ShardedFlatParams, largest
 
 pytestmark = [pytest.mark.ranks(1, 2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
@@ -259,7 +259,7 @@ TWINS = {
     2: [  # by ranks: (what is replaced, by what, where it must show)
         (ShardedFlatParams, "piece_in", piece_of_the_next_rank, (*DP, ONE)),
         (ShardedFlatParams, "piece_in", piece_of_the_next_rank, (*DP, THREE)),
-        (Sgd, "step", weights_gathered_before_the_update, (*DP, ONE)),
+        (Optimizer, "step", weights_gathered_before_the_update, (*DP, ONE)),
         (ScatterSync, "counts", norm_of_the_first_rank_s_pieces, (*DP, ONE)),
         (GatheredUnits, "make_room", two_units_in_one_buffer, (*DP, THREE)),
         (GatheredUnits, "post", no_gather_before_the_input_gradient, (*DP, THREE)),
