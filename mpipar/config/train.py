@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from mpipar.config.setting import setting
 
-OF_ADAMW = ("optimizer", "adamw")
+OF_ADAMW = ("optimizer", "adamw", "muon")
 OF_ISLANDS = ("islands",)  # for any number of islands
 
 
@@ -18,7 +18,11 @@ class TrainConfig:
     batch_size: int | None = setting(
         None, "rows per step over all ranks; a multiple of dp * num-microbatches", low=1, high=2**24
     )
-    optimizer: str = setting("adamw", "update rule", choices=("adamw", "sgd"))
+    optimizer: str = setting(
+        "adamw",
+        "update rule; muon: of hidden matrices, and AdamW of the rest",
+        choices=("adamw", "sgd", "muon"),
+    )
     lr: float = setting(3e-3, "peak learning rate", above=0.0)
     warmup_steps: int = setting(60, "steps of linear learning-rate warm-up", low=0)
     lr_schedule: str = setting(

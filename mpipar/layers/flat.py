@@ -166,6 +166,13 @@ class FlatParams:
         start = self.starts[param]
         yield 0, pieces[0][start : start + param.size]
 
+    def runs_of(self, param: Param, piece: int) -> list[slice]:
+        """Return which numbers of a parameter's shard are in the pieces of a rank of the group.
+
+        piece: the place of that rank. What this rank holds of them is in `parts`.
+        """
+        return [slice(0, param.size)]
+
     def held_of(self, param: Param, kind: str) -> Iterator[tuple[int, Array]]:
         """Yield (first, values) of all that a buffer holds of a parameter; see `parts`."""
         return self.parts(param, self.pieces(kind))

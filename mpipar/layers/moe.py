@@ -132,6 +132,7 @@ class MixtureOfExperts:
             (experts, *wide, config.d_model),
             std=std,
             placement={"expert": 0, "tp": len(wide)},
+            axes="s" * len(wide) + "oi",
         )
         self.down = Param(
             context,
@@ -139,6 +140,7 @@ class MixtureOfExperts:
             (experts, config.d_model, width),
             std=out_std,
             placement={"expert": 0, "tp": 2},
+            axes="soi",
         )
         self.params = [*self.router.params, self.up, self.down]
 

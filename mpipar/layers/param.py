@@ -49,7 +49,8 @@ class Param:
     not to biases and norms. partial_groups: groups whose ranks each compute a part of the gradient.
     copies: see `Copies`. multiple: the length of a shard is a multiple of
     this on each dimension that is cut, padded with zeros. rule: which of an optimizer's rules
-    updates it, see `train.optimizer`.
+    updates it, see `train.optimizer`. axes: of a hidden matrix, what each dimension is: i inputs, o
+    outputs, s one of several matrices that are side by side; "" for all others.
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
     backward pass. The last one is the data group, whose ranks read different data. copy_groups: the
@@ -79,13 +80,15 @@ class Param:
         copies: Copies = ALONE,
         multiple: int = 1,
         rule: str = "numbers",
+        axes: str = "",
     ) -> None:
         grid = context.comms.grid
         self.name = name
         self.shape = tuple(shape)
         self.placement = dict(placement or {})
         assert len({*self.placement.values()}) == len(self.placement), (name, placement)
-        self.std, self.multiple, self.rule = std, multiple, rule
+        self.std, self.multiple, self.axes = std, multiple, axes
+        self.rule = "matrices" if axes else rule
         self.fill = fill
         self.decay = decay
         replicas = grid.uncut("tp", self.placement)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpipar.comm.grid import Grid
+from mpipar.comm.grid import ISLAND, Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
@@ -74,11 +74,16 @@ def groups_of(
     """Return all groups of a rank.
 
     Tied tables have copies on the pipeline ranks of both ends; their gradients are summed over that
-    group ("tie").
+    group ("tie"). Muon gathers its matrices over all ranks of a stage.
     Comm: one split over the world for each group; every rank must make its own.
     """
     ends = {schedule.stage_to_rank[0], schedule.stage_to_rank[-1]}
     partitions = {"tie": grid.partition("pp", [tuple(sorted(ends))])}
+    if config.train.optimizer == "muon":  # all ranks that hold the same stages
+        partitions["muon"] = [
+            replace(grid, world_rank=grid.at(**place)).group("data", "tp")
+            for place in grid.places([ISLAND, "pp"])
+        ]
     run = config.run
     sync = os.environ.get("MPIPAR_SYNC_SENDS") == "1"
     options = Options(sync, run.check_comm, all_reduce=run.all_reduce)

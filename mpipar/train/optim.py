@@ -17,7 +17,12 @@ from mpipar.layers.flat import FlatParams
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 
-TITLES = {"master": "weights", "m": "first moment", "v": "second moment"}  # of FlatParams.state
+TITLES = {
+    "master": "weights",
+    "m": "first moment",
+    "v": "second moment",
+    "momentum": "momentum",
+}  # of FlatParams.state
 
 
 class Sgd:

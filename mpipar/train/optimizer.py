@@ -13,12 +13,14 @@ from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Param
 from mpipar.ops.functions import Ops
+from mpipar.train.muon import Muon
 from mpipar.train.optim import AdamW, Sgd, Signs
 
-RULES: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW, "signs": Signs}
+RULES: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW, "muon": Muon, "signs": Signs}
 OPTIMIZERS = {  # by --optimizer
     "sgd": ("sgd", "sgd"),
     "adamw": ("adamw", "adamw"),
+    "muon": ("adamw", "muon"),
 }
 
 

@@ -74,7 +74,9 @@ class ShardedFlatParams(FlatParams):
             for first in range(run.start, run.stop, size * self.multiple)
         ]
         self.lengths = [run.stop - run.start for _, run in self.segments]
-        self.own = [self.piece_in(run) for _, run in self.segments]  # slices of a whole buffer
+        self.own = [
+            self.piece_in(run, self.group.index) for _, run in self.segments
+        ]  # slices of a whole buffer
         # Where these pieces are in a sharded buffer.
         self.packed = consecutive_slices([own.stop - own.start for own in self.own])
         self.updates = [[] for _ in self.segments]
@@ -82,10 +84,10 @@ class ShardedFlatParams(FlatParams):
             self.updates[segment].append((decay, run))
         self.counted = list(self.within_own(self.runs(attrgetter("owner"))))
 
-    def piece_in(self, run: slice) -> slice:
-        """Return this rank's piece of a segment."""
+    def piece_in(self, run: slice, place: int) -> slice:
+        """Return the piece of a segment that a rank of the group owns."""
         length = (run.stop - run.start) // self.group.size
-        first = run.start + self.group.index * length
+        first = run.start + place * length
         return slice(first, first + length)
 
     def within_own(self, runs: Runs) -> Iterator[tuple[Any, int, slice]]:
@@ -140,6 +142,15 @@ class ShardedFlatParams(FlatParams):
             low, high = max(start, own.start), min(start + param.size, own.stop)
             if low < high:
                 yield low - start, piece[low - own.start : high - own.start]
+
+    def runs_of(self, param: Param, piece: int) -> list[slice]:
+        start, found = self.starts[param], []
+        for _, run in self.segments:
+            own = self.piece_in(run, piece)
+            low, high = max(start, own.start), min(start + param.size, own.stop)
+            if low < high:
+                found.append(slice(low - start, high - start))
+        return found
 
     def held_of(self, param: Param, kind: str) -> Iterator[tuple[int, Array]]:
         """Yield (first, values) of all that a buffer holds of a parameter."""

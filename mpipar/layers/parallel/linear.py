@@ -29,11 +29,11 @@ class Linear(ABC):
     in_shape: logical shape of the inputs, e.g. (D,). out_shape: that of the outputs, e.g. (3, H,
     d). If w consists of several tensors, {name: (shape of its outputs, group that cuts them)};
     their outputs are side by side in y. in_axis, out_axis: the axis of in_shape or out_shape that
-    the cut divides, such as heads or channels. std: standard deviation of the initial weights.
-    bias: whether there is one. rows: which side comes first in the weight's logical shape, "in" or
-    "out"; the form on disk decides, since a file stores one row after another. For several tensors
-    it is "out": the rows of one then follow those of another, and the product reads them as one
-    matrix.
+    the cut divides, such as heads or channels; axes of out_shape before it count matrices. std:
+    standard deviation of the initial weights. bias: whether there is one. rows: which side comes
+    first in the weight's logical shape, "in" or "out"; the form on disk decides, since a file
+    stores one row after another. For several tensors it is "out": the rows of one then follow those
+    of another, and the product reads them as one matrix.
     """
 
     cuts_outputs: bool  # whether q divides N, else K
@@ -61,8 +61,10 @@ class Linear(ABC):
             if not self.cuts_outputs:
                 axis = in_axis + (not in_first) * len(shape)
             whole = (*in_shape, *shape) if in_first else (*shape, *in_shape)
+            inner, outer = "i" * len(in_shape), "s" * out_axis + "o" * (len(shape) - out_axis)
+            axes = inner + outer if in_first else outer + inner
             self.weights.append(
-                Param(context, f"{tensor}.w", whole, placement={group: axis}, std=std)
+                Param(context, f"{tensor}.w", whole, placement={group: axis}, std=std, axes=axes)
             )
             if bias:
                 placement = {group: out_axis} if self.bias_is_cut else {}

@@ -4,7 +4,6 @@ It keeps as many bytes less as are predicted, and the comparison finds planted b
 """
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -182,17 +181,15 @@ def test_weights_gradients_and_state_follow_the_closed_forms():
 # --- planted bugs: each is a function of what it replaces, and of its arguments
 
 
-def piece_of_the_next_rank(plain, self, run):
-    size = self.group.size
-    group = SimpleNamespace(index=(self.group.index + 1) % size, size=size)
-    return plain(SimpleNamespace(group=group), run)
+def piece_of_the_next_rank(plain, self, run, place):
+    return plain(self, run, (place + 1) % self.group.size)
 
 
 def weights_gathered_before_the_update(_plain, self, lr, step):
     for flat in self.flats:
         for segment in range(len(flat.segments)):
             flat.gather(segment).wait()
-            self.update(flat, segment, lr, step)
+            self.rules[flat.rule].update(flat, segment, lr, step)
 
 
 def norm_of_the_first_rank_s_pieces(_plain, self, flat):
