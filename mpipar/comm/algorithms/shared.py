@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm.request import Array, PatientRequest
+from mpipar.comm.request import Array, PatientRequest, Request
 from mpipar.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Marks:
         ]
         self.fence, self.ask = self.memory.window.Sync, mpi_comm.Iprobe
 
-    def meet(self, row: int, mark: int) -> Any:
+    def meet(self, row: int, mark: int) -> Request:
         """Publish what this rank wrote and set its mark; the request is done when all have."""
         self.fence()
         self.own[row][0] = mark

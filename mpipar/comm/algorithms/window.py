@@ -12,7 +12,7 @@ group. Every rank thus has the same bits, and so has every run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 TILE = 1 << 20  # bytes of an array in a room
 SMALL = 1 << 15  # bytes up to which more than two ranks sum an array whole, in one meeting
-ROOMS = 3  # one is written, one added, one read
+ROOMS = 2  # one is written while the other is read
 POSTED = 256  # operations that may be pending at once
 PASSES = 1 << 20  # more meetings than any operation has
+Meet: TypeAlias = Callable[[int], Request]  # what makes the n-th meeting of an operation
 
 
 class WindowTransport(MpiTransport):
@@ -50,7 +51,6 @@ class WindowTransport(MpiTransport):
         self.under_way: dict[int, Posted] = {}  # by the row of their marks
         self.arrays: list[SharedMemory] = []
         self.found: dict[tuple[int, int, Any], list[Array]] = {}  # by address, size and type
-        self.cuts: dict[int, list[slice]] = {}  # by length
         self.typed: dict[tuple[int, Any], list[Array]] = {}  # the rooms of a turn
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
@@ -71,12 +71,12 @@ class WindowTransport(MpiTransport):
                 return self.found[key]
         return None
 
-    def meet(self) -> None:
-        """Wait until all ranks are here. All blocking operations share one row of marks."""
+    def meet(self) -> Request:
+        """Return the next meeting of a blocking operation. All of them share one row of marks."""
         self.passed += 1
-        self.marks.meet(POSTED, self.passed).Wait()
+        return self.marks.meet(POSTED, self.passed)
 
-    def post(self, steps: Callable[[list[Array], Any], Steps], x: Array) -> Request | None:
+    def post(self, steps: Callable[[list[Array], Meet], Steps], x: Array) -> Request | None:
         """Begin an operation on x, if it is in the window; else return None.
 
         steps: the operation, given the arrays of all ranks and the function that makes a meeting.
@@ -99,9 +99,9 @@ class WindowTransport(MpiTransport):
         for ahead in range(1, self.size):
             add(sum_, parts[(self.index + ahead) % self.size], sum_)
 
-    def summed(self, arrays: list[Array], meet: Any) -> Steps:
+    def summed(self, arrays: list[Array], meet: Meet) -> Steps:
         """Sum arrays that are in the window. meet(n): the n-th meeting of this operation."""
-        own = self.cut(len(arrays[0]))[self.index]
+        own = chunk_slice(len(arrays[0]), self.size, self.index)
         parts = [one[own] for one in arrays]
         yield meet(1)
         self.add_up(parts[self.index], parts)
@@ -109,7 +109,7 @@ class WindowTransport(MpiTransport):
             parts[(self.index + ahead) % self.size][:] = parts[self.index]
         yield meet(2)
 
-    def scattered(self, arrays: list[Array], meet: Any) -> Steps:
+    def scattered(self, arrays: list[Array], meet: Meet) -> Steps:
         """Sum this rank's part of arrays (size, ...); the sum ends up in the first part."""
         parts = [one.reshape(self.size, -1)[self.index] for one in arrays]
         yield meet(1)
@@ -118,7 +118,7 @@ class WindowTransport(MpiTransport):
         if self.index > 0:
             arrays[self.index].reshape(self.size, -1)[0] = parts[self.index]
 
-    def gathered(self, arrays: list[Array], meet: Any) -> Steps:
+    def gathered(self, arrays: list[Array], meet: Meet) -> Steps:
         """Write this rank's part of arrays (size, ...) into the arrays of all ranks."""
         parts = [one.reshape(self.size, -1)[self.index] for one in arrays]
         yield meet(1)
@@ -136,7 +136,7 @@ class WindowTransport(MpiTransport):
         return self.post(self.gathered, x) or super().iall_gather(x)
 
     def room(self, size: int, dtype: Any) -> list[Array]:
-        """Return the next room of each rank, written to while others read the two before it."""
+        """Return the next room of each rank, written to while others read the one before it."""
         self.turn = (self.turn + 1) % ROOMS
         key = self.turn, dtype
         if key not in self.typed:
@@ -148,73 +148,31 @@ class WindowTransport(MpiTransport):
             super().all_reduce(x, op)
         elif self.find(x) is not None:
             self.iall_reduce(x).Wait()
-        elif self.size == 2 or x.nbytes <= SMALL:
-            self.sum_whole(self.tiles(x))
         else:
-            self.sum_pieces(self.tiles(x))
+            sum_tile = self.sum_pieces if self.size > 2 and x.nbytes > SMALL else self.sum_whole
+            x, width = in_line(x), TILE // x.itemsize
+            for first in range(0, len(x), width):
+                sum_tile(x[first : first + width])
 
-    def tiles(self, x: Array) -> list[Array]:
-        """Return x as parts (n,) of the size of a room."""
-        x, width = in_line(x), TILE // x.itemsize
-        return [x[first : first + width] for first in range(0, len(x), width)]
-
-    def sum_whole(self, tiles: list[Array]) -> None:
-        """Show each tile to all ranks, and add up all of theirs in the order of the group.
+    def sum_whole(self, tile: Array) -> None:
+        """Show a tile to all ranks, and add up all of theirs in the order of the group.
 
         With a piece per rank, two ranks would move as many bytes, and meet more often.
         """
-        for tile in tiles:
-            rooms = self.room(len(tile), tile.dtype)
-            rooms[self.index][:] = tile
-            self.meet()
-            add(rooms[0], rooms[1], tile)
-            for room in rooms[2:]:
-                add(tile, room, tile)
+        rooms = self.room(len(tile), tile.dtype)
+        rooms[self.index][:] = tile
+        self.meet().Wait()
+        add(rooms[0], rooms[1], tile)
+        for room in rooms[2:]:
+            add(tile, room, tile)
 
-    def sum_pieces(self, tiles: list[Array]) -> None:
-        """Sum a piece of each tile.
-
-        While one tile is shown, the tile before it is added and the one before that is read, so
-        there is one meeting per tile, and two more.
-        """
-        shown: list[list[Array]] = []
-        for number in range(len(tiles) + 2):
-            if number < len(tiles):
-                shown.append(self.show(tiles[number]))
-            if 0 < number <= len(tiles):
-                self.add_piece(tiles[number - 1], shown[number - 1])
-            if number > 1:
-                self.take(tiles[number - 2], shown[number - 2])
-            if number <= len(tiles):
-                self.meet()
-
-    def cut(self, length: int) -> list[slice]:
-        """Return the piece of each rank."""
-        if length not in self.cuts:
-            self.cuts[length] = [
-                chunk_slice(length, self.size, place) for place in range(self.size)
-            ]
-        return self.cuts[length]
-
-    def show(self, x: Array) -> list[Array]:
-        """Copy into this rank's room what the others add; return all rooms."""
-        rooms = self.room(len(x), x.dtype)
-        for place, part in enumerate(self.cut(len(x))):
-            if place != self.index:
-                rooms[self.index][part] = x[part]
-        return rooms
-
-    def add_piece(self, x: Array, rooms: list[Array]) -> None:
-        """Sum this rank's piece and publish the sum in its room."""
-        part = self.cut(len(x))[self.index]
-        self.add_up(x[part], [room[part] for room in rooms])
-        rooms[self.index][part] = x[part]
-
-    def take(self, x: Array, rooms: list[Array]) -> None:
-        """Copy the other pieces, each from the room of the rank that has summed it."""
-        for place, part in enumerate(self.cut(len(x))):
-            if place != self.index:
-                x[part] = rooms[place][part]
+    def sum_pieces(self, tile: Array) -> None:
+        """Sum a tile, a piece on each rank, as an array in the window is summed."""
+        rooms = self.room(len(tile), tile.dtype)
+        rooms[self.index][:] = tile
+        for meeting in self.summed(rooms, lambda _: self.meet()):
+            meeting.Wait()
+        tile[:] = rooms[self.index]
 
     def close(self) -> None:
         for memory in (*self.arrays, self.rooms, self.marks.memory):
