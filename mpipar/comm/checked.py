@@ -33,7 +33,7 @@ class CallCheck:
     Comm: one all-reduce of 16 bytes for each collective, and a gather of texts when they differ.
     """
 
-    def __init__(self, mpi_comm: MPI.Intracomm, ranks: tuple[int, ...]):
+    def __init__(self, mpi_comm: MPI.Comm, ranks: tuple[int, ...]):
         self.mpi, self.ranks = mpi_comm, ranks
         self.number = 0  # of the check: the same on every rank
 

@@ -7,31 +7,35 @@ import os
 import platform
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mpipar.comm.algorithms import ALGORITHMS
+from mpipar.comm.algorithms import algorithm_for
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.request import Options
-from mpipar.comm.transport import ShapesTransport, Transport
+from mpipar.comm.transport import SelfTransport, ShapesTransport, Transport
 from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def split(mpi_world: MPI.Intracomm, ranks: tuple[int, ...]) -> Any:
-    """Return MPI's communicator of the group `ranks`. Comm: one Split, by the whole world."""
-    mpi_comm: Any = mpi_world.Split(color=min(ranks), key=ranks.index(mpi_world.rank))
-    assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
-    return mpi_comm
+def split(mpi_world: MPI.Comm, ranks: tuple[int, ...]) -> MPI.Comm:
+    """Return MPI's communicator of the group `ranks`; COMM_NULL for a rank that is alone in it.
+
+    Comm: one Split, by the whole world.
+    """
+    from mpi4py import MPI
+
+    color = min(ranks) if len(ranks) > 1 else MPI.UNDEFINED
+    return mpi_world.Split(color, ranks.index(mpi_world.rank))
 
 
 def connect(
-    ops: Ops, mpi_world: MPI.Intracomm | None, ranks: tuple[int, ...], options: Options
+    ops: Ops, mpi_world: MPI.Comm | None, ranks: tuple[int, ...], options: Options
 ) -> Transport:
     """Return the transport for one group of world ranks.
 
@@ -41,19 +45,20 @@ def connect(
     if mpi_world is None:
         return with_half_precision(ShapesTransport(ops), ops, len(ranks), 0)
     mpi_comm = split(mpi_world, ranks)
-    if len(ranks) == 1 or options.all_reduce == "levels":  # levels are groups of their own
-        options = options._replace(all_reduce="mpi")
+    if len(ranks) == 1:
+        return SelfTransport()
+    assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
     transport = transport_of(ops, mpi_comm, options)
     return with_half_precision(transport, ops, len(ranks), mpi_comm.rank)
 
 
-def transport_of(ops: Ops, mpi_comm: MPI.Intracomm, options: Options) -> Transport:
+def transport_of(ops: Ops, mpi_comm: MPI.Comm, options: Options) -> Transport:
     """Return what carries a group's arrays: MPI, or NCCL if each rank has its own GPU.
 
     MPIPAR_NCCL=no excludes NCCL. An algorithm other than mpi adds up in host memory.
     Comm: for a GPU, one or two gathers of facts over the group; that of the transport.
     """
-    algorithm = ALGORITHMS[options.all_reduce]
+    algorithm = algorithm_for(mpi_comm, options.all_reduce)
     if ops.device == "cpu":
         return algorithm(ops, mpi_comm, options)
     if options.all_reduce == "mpi":

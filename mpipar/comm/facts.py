@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def gather_facts(mpi_world: MPI.Intracomm | None, fact: Any) -> list[Any] | None:
+def gather_facts(mpi_world: MPI.Comm | None, fact: Any) -> list[Any] | None:
     """Return every rank's JSON-able fact, in rank order, on world rank 0; None elsewhere.
 
     Comm: one Gather of a length and one Gatherv of bytes over the world.
@@ -29,7 +29,7 @@ def gather_facts(mpi_world: MPI.Intracomm | None, fact: Any) -> list[Any] | None
     return facts if count else None
 
 
-def all_gather_facts(mpi_world: MPI.Intracomm, fact: Any) -> list[Any]:
+def all_gather_facts(mpi_world: MPI.Comm, fact: Any) -> list[Any]:
     """Return every rank's JSON-able fact, in rank order, on every rank.
 
     Comm: one Allgather of a length and one Allgatherv of bytes over the world.
@@ -53,7 +53,7 @@ def _gathered(
     ]
 
 
-def broadcast_text(mpi_world: MPI.Intracomm | None, text: str) -> str:
+def broadcast_text(mpi_world: MPI.Comm | None, text: str) -> str:
     """Return world rank 0's text, on every rank.
 
     Comm: one Bcast of a length and one of bytes over the world.
@@ -68,7 +68,7 @@ def broadcast_text(mpi_world: MPI.Intracomm | None, text: str) -> str:
     return received.decode("utf-8", "surrogateescape")
 
 
-def gather_numbers(mpi_world: MPI.Intracomm | None, x: np.ndarray) -> np.ndarray | None:
+def gather_numbers(mpi_world: MPI.Comm | None, x: np.ndarray) -> np.ndarray | None:
     """Return all ranks' float64 arrays x, stacked (ranks, ...), on world rank 0; None elsewhere.
 
     Comm: one Gather over the world.

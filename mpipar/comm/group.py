@@ -103,17 +103,13 @@ class Comm:
         self.ranks = ranks
         self.index = index
         self.size = len(ranks)
-        self._held = [held for held in (check, transport) if held is not None]
-        self.transport: Transport = (
-            SelfTransport() if transport is None or self.size == 1 else transport
-        )
-        self.recorder = recorder
-        self.check = check if self.size > 1 else None
+        self.transport = transport or SelfTransport()
+        self.recorder, self.check = recorder, check
         self.collectives = self.messages = 0  # calls so far; every member has made as many of these
         self._newest: dict[tuple[str, str, str], Tally] = {}  # by phase, operation and name
         self._drain: Callable[[], None] | None = None
-        if transport is not None and transport.ops.device == "cuda":
-            self._drain = transport.ops.synchronize
+        if self.size > 1 and self.transport.ops.device == "cuda":
+            self._drain = self.transport.ops.synchronize
 
     def _open(
         self,
@@ -311,6 +307,7 @@ class Comm:
         return self.transport.max_tag()
 
     def close(self) -> None:
-        """Free what the transport and the check hold. Comm: every member, in the same order."""
-        for held in self._held:
-            held.close()
+        """Free what the check and the transport hold. Comm: every member, in the same order."""
+        if self.check is not None:
+            self.check.close()
+        self.transport.close()

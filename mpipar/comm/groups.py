@@ -12,7 +12,6 @@ from mpipar.comm.grid import AXES, ISLAND, Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.hosts import cores_of, finish_passes_first
 from mpipar.comm.launcher import check_world
-from mpipar.comm.levels import LEVELED, LeveledComm, hosts_of, near_and_far
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
 from mpipar.ops.functions import Ops
@@ -20,6 +19,7 @@ from mpipar.ops.functions import Ops
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+FEW = ("world", "inner")  # groups that sum only a few numbers
 Partitions: TypeAlias = Mapping[str, Sequence[tuple[int, ...]]]
 
 
@@ -39,7 +39,7 @@ class Comms(dict[str, Comm]):
         grid: Grid,
         ops: Ops,
         recorder: Recorder,
-        mpi_world: MPI.Intracomm | None = None,
+        mpi_world: MPI.Comm | None = None,
         options: Options | None = None,
         partitions: Partitions | None = None,
         messages: Collection[str] = (),
@@ -48,33 +48,25 @@ class Comms(dict[str, Comm]):
             check_world(mpi_world, os.environ)
         self.grid, self.recorder, self.mpi_world, self.ops = grid, recorder, mpi_world, ops
         crowded = cores_of(mpi_world).crowded
-        self.options = options = (options or Options())._replace(patient=crowded)
+        options = (options or Options())._replace(patient=crowded)
         if crowded:
             finish_passes_first()
-        hosts = None
-        if mpi_world is not None and options.all_reduce in LEVELED:
-            hosts = hosts_of(mpi_world)
 
         def make(axis: str, ranks: tuple[int, ...], alone: bool = False) -> Comm:
             """Return this rank's Comm. alone: all groups on this axis have only one rank."""
             if alone:
                 return Comm(axis, ranks, 0, None, recorder)
-            place, check, levels = ranks.index(grid.world_rank), None, None
             stages = {grid.place_of(member, "pp") for member in ranks}
-            own = self.options._replace(
+            own = options._replace(
                 uneven=len(stages) > 1,
                 reach=max(options.reach, axis in messages),
+                all_reduce="mpi" if axis in FEW else options.all_reduce,
             )
-            if axis in ("world", "inner"):  # they sum only a few numbers
-                own = own._replace(all_reduce="mpi")
-            elif hosts is not None and len(set(hosts)) > 1:
-                levels, own = self._levels(axis, ranks, own, hosts)
-            transport = connect(ops, mpi_world, ranks, own)
+            transport, check = connect(ops, mpi_world, ranks, own), None
             if options.check and mpi_world is not None:
-                check = CallCheck(split(mpi_world, ranks), ranks)
-            if levels is not None:
-                return LeveledComm(axis, ranks, place, transport, recorder, check, levels)
-            return Comm(axis, ranks, place, transport, recorder, check)
+                mpi_comm = split(mpi_world, ranks)
+                check = CallCheck(mpi_comm, ranks) if len(ranks) > 1 else None
+            return Comm(axis, ranks, ranks.index(grid.world_rank), transport, recorder, check)
 
         self.alone = Comm("alone", (grid.world_rank,), 0, None, recorder)
         world = tuple(range(grid.world_size))
@@ -91,37 +83,6 @@ class Comms(dict[str, Comm]):
             self.mpi_inner = split(mpi_world, grid.group(*AXES))
         super().__init__(
             self.groups | {name: self.groups[grid.same_as(name)] for name in grid.parts}
-        )
-
-    def _levels(
-        self,
-        axis: str,
-        ranks: tuple[int, ...],
-        options: Options,
-        hosts: list[int],
-    ) -> tuple[tuple[Comm, Comm, Comm] | None, Options]:
-        """Return the levels of this rank's group if it needs them, and its own transport's options.
-
-        Comm: three splits over the world, also by ranks whose group has no levels.
-        """
-        own = self.grid.world_rank
-        found = near_and_far(ranks, hosts, own)
-        near, far = found or ((own,), (own,))
-        inside = "mpi" if options.all_reduce == "levels" else options.all_reduce
-
-        def level(members: tuple[int, ...], algorithm: str) -> Comm:
-            transport = connect(
-                self.ops,
-                self.mpi_world,
-                members,
-                options._replace(all_reduce=algorithm),
-            )
-            return Comm(axis, members, members.index(own), transport, self.recorder)
-
-        groups = level(near, inside), level(far, "mpi"), level(near, "mpi")
-        one_host = len({hosts[member] for member in ranks}) == 1
-        return groups if found else None, options if one_host else options._replace(
-            all_reduce="mpi"
         )
 
     @property

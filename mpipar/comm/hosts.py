@@ -25,7 +25,7 @@ class Cores(NamedTuple):
     crowded: bool
 
 
-def cores_of(mpi_world: MPI.Intracomm | None) -> Cores:
+def cores_of(mpi_world: MPI.Comm | None) -> Cores:
     """Return what every rank knows about all hosts. A single rank has the cores of this host.
 
     Comm: one split over the world, one all_reduce inside each host, one over the world.
@@ -56,7 +56,7 @@ def finish_passes_first() -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def quiet_barrier(mpi_world: MPI.Intracomm) -> None:
+def quiet_barrier(mpi_world: MPI.Comm) -> None:
     """Return when all ranks are here; meanwhile they sleep and leave their cores to others.
 
     Comm: two barriers over the world; the second, short one makes all ranks leave together.

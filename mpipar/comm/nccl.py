@@ -54,7 +54,7 @@ class Queued:
 class Lane:
     """One end of a lane; sends: whether it is the sending end. Comm: to create it, by both ends."""
 
-    def __init__(self, ops: Ops, mpi_comm: MPI.Intracomm, peer: int, sends: bool):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, peer: int, sends: bool):
         self.nccl, key = ops.xp.cuda.nccl, bytearray(KEY_BYTES)
         if sends:
             key[:] = self.nccl.get_unique_id()

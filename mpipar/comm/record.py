@@ -26,7 +26,6 @@ PACKAGE = f"{Path(__file__).resolve().parents[2]}/"
 # Modules that cross barriers for a layer, or for a group.
 CUTS = (
     "mpipar.layers.parallel",
-    "mpipar.comm.levels",
     "mpipar.comm.algorithms",
     "mpipar.comm.group",
 )

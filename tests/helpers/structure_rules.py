@@ -25,7 +25,7 @@ WIRE = {
     "comm.half_precision",
     "comm.nccl",
     "comm.transport",
-    "comm.levels",
+    "comm.algorithms.hierarchical",
     "comm.algorithms.mpi_library",
     "comm.algorithms.steps",
     "comm.algorithms.ring",

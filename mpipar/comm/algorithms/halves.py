@@ -26,7 +26,7 @@ class HalvesTransport(StepwiseTransport):
     the same order, that of the operations.
     """
 
-    def __init__(self, ops: Ops, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: Any = None):
         super().__init__(ops, mpi_comm, options, new)
         self.gathers = mpi_comm.Dup()
         self.before = deque()

@@ -31,7 +31,7 @@ class MpiTransport:
     def __init__(
         self,
         ops: Ops,
-        mpi_comm: MPI.Intracomm,
+        mpi_comm: MPI.Comm,
         options: Options,
         new: Callable[..., Array] | None = None,
     ):

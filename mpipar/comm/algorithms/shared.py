@@ -42,7 +42,7 @@ class SharedMemory:
     Comm: an all_reduce of a number, the window's, and a barrier.
     """
 
-    def __init__(self, mpi_comm: MPI.Intracomm, nbytes: int):
+    def __init__(self, mpi_comm: MPI.Comm, nbytes: int):
         from mpi4py import MPI
 
         self.nbytes = -(-nbytes // PAGE) * PAGE
@@ -107,7 +107,7 @@ class Meeting:
 class Marks:
     """A row of marks for each rank; `meet` is the only way to use them."""
 
-    def __init__(self, mpi_comm: MPI.Intracomm, rows: int, patient: bool):
+    def __init__(self, mpi_comm: MPI.Comm, rows: int, patient: bool):
         self.memory = SharedMemory(mpi_comm, rows * LINE)
         own, self.patient = mpi_comm.rank, patient
         rows_of: list[Any] = [one[: rows * LINE].view(np.int64) for one in self.memory.of]

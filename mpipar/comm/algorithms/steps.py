@@ -97,7 +97,7 @@ class StepwiseTransport(MpiTransport):
     MPI's own. Comm: one Dup of the group.
     """
 
-    def __init__(self, ops: Ops, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: Any = None):
         super().__init__(ops, mpi_comm, options, new)
         self.own = mpi_comm.Dup()
         self.size, self.index = mpi_comm.size, mpi_comm.rank

@@ -42,7 +42,7 @@ class WindowTransport(MpiTransport):
     Comm: two windows over the group; one more for each array that `zeros` makes.
     """
 
-    def __init__(self, ops: Ops, mpi_comm: MPI.Intracomm, options: Options, new: Any = None):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: Any = None):
         super().__init__(ops, mpi_comm, options, new)
         self.size, self.index = mpi_comm.size, mpi_comm.rank
         self.marks = Marks(mpi_comm, POSTED + 1, options.patient)

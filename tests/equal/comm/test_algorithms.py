@@ -15,14 +15,13 @@ from small_model import (
     small_config,
 )
 
-from mpipar.comm import groups
-from mpipar.comm.algorithms import shared
+from mpipar.comm.algorithms import hierarchical, shared
+from mpipar.comm.algorithms.hierarchical import HierarchicalTransport, is_hierarchical
 from mpipar.comm.algorithms.ring import RingTransport
 from mpipar.comm.algorithms.shared import Marks
 from mpipar.comm.algorithms.steps import add
 from mpipar.comm.algorithms.window import SMALL, TILE, WindowTransport
 from mpipar.comm.groups import Comms
-from mpipar.comm.levels import LeveledComm, near_and_far
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Done
 from mpipar.config.run import SUMS
@@ -42,7 +41,7 @@ everyone = pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, zip(N
 def two_hosts(monkeypatch):
     """Let pairs of ranks count as hosts."""
     monkeypatch.setattr(
-        groups, "hosts_of", lambda world: [place // 2 * 2 for place in range(world.size)]
+        hierarchical, "host_of", lambda mpi_comm: mpi_comm.Split(mpi_comm.rank // 2)
     )
 
 
@@ -185,14 +184,15 @@ def hop_too_many(plain, ring, pieces, tag):
     add(pieces[ring.index], pieces[ring.index], pieces[ring.index])
 
 
-def too_early(_plain, levels, x, name):
+def too_early(_plain, levels, x):
     """The shares go back into the host before they are summed across."""
-    parts = levels.shares(x)
-    yield levels.near.ireduce_scatter(parts, f"{name}/host")
-    parts[levels.near.index] = parts[0]
-    yield levels.back.iall_gather(parts, f"{name}/host")
-    yield levels.far.iall_reduce(parts[0].copy(), f"{name}/across")
-    x.reshape(-1)[:] = parts.reshape(-1)[: x.size]
+    parts = np.resize(x, (levels.shares, -(-len(x) // levels.shares)))
+    yield levels.intra.ireduce_scatter(parts)
+    parts[levels.share] = parts[0]
+    yield levels.intra2.iall_gather(parts)
+    share = parts[0].copy()
+    yield levels.inter.iall_reduce(share)
+    x[:] = parts.reshape(-1)[: len(x)]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,9 @@ def too_early(_plain, levels, x, name):
         ("window", Marks, "meet", no_fence),
         ("window", WindowTransport, "add_up", added_twice),
         ("ring", RingTransport, "scattered", hop_too_many),
-        pytest.param("levels", LeveledComm, "steps", too_early, marks=pytest.mark.ranks(4)),
+        pytest.param(
+            "levels", HierarchicalTransport, "summed", too_early, marks=pytest.mark.ranks(4)
+        ),
     ],
 )
 def test_a_twin_is_caught(name, kind, method, twin, monkeypatch, request):
@@ -219,30 +221,16 @@ def names_of(recorder) -> list[tuple[str, str]]:
 
 
 @pytest.mark.ranks(4)
-def test_each_level_is_a_barrier_of_its_own(two_hosts):
-    recorder = Recorder()
-    comms = comms_for("levels", recorder)
-    comms["dp"].all_reduce(np.ones(4), "sum")
-    comms["dp"].iall_reduce(np.ones(4), "grads.bucket").wait()
-    due = [("reduce_scatter", "/host"), ("all_reduce", "/across"), ("all_gather", "/host")]
-    assert names_of(recorder) == [
-        (operation, f"{name}{level}")
-        for name in ("sum", "grads.bucket")
-        for operation, level in due
-    ]
-    records = recorder.records
-    assert [record.payload_bytes for record in records] == [32, 16, 32] * 2
-    assert [record.wire_bytes for record in records] == [16, 16, 16] * 2
-    assert all("test_algorithms.py" in record.site and record.done_ns for record in records)
-    comms.close()
-
-
+@pytest.mark.parametrize("hosts", [1, 2])
 @everyone
-def test_one_host_has_one_barrier(name):
+def test_every_algorithm_is_one_barrier(name, hosts, request):
+    if hosts > 1:
+        request.getfixturevalue("two_hosts")
     recorder = Recorder()
     comms = comms_for(name, recorder)
+    comms["dp"].all_reduce(np.ones(4), "sum")
     comms["dp"].iall_reduce(np.ones(4), "grads.bucket").wait()
-    assert names_of(recorder) == [("all_reduce", "grads.bucket")]
+    assert names_of(recorder) == [("all_reduce", "sum"), ("all_reduce", "grads.bucket")]
     comms.close()
 
 
@@ -251,16 +239,16 @@ def test_one_host_has_one_barrier(name):
 def test_the_check_names_a_call_that_differs(posted, two_hosts):
     comms = comms_for("levels", check=True)
     call = comms["dp"].iall_reduce if posted else comms["dp"].all_reduce
-    with pytest.raises(HangError, match=r"rank 3 calls reduce_scatter other/host.*differs"):
+    with pytest.raises(HangError, match=r"rank 3 calls all_reduce other.*differs"):
         call(np.ones(4), "other" if HERE == 3 else "sum")
     comms.close()
 
 
 def test_levels_need_equal_hosts():
-    assert near_and_far((0, 1, 2, 3), [0, 0, 2, 2], 3) == ((2, 3), (1, 3))
-    assert near_and_far((1, 3), [0, 0, 2, 2], 1) is None  # one on each
-    assert near_and_far((0, 1), [0, 0, 2, 2], 0) is None  # one host
-    assert near_and_far((0, 1, 2), [0, 0, 2, 2], 0) is None  # two and one
+    assert is_hierarchical([2, 2, 2, 2])
+    assert not is_hierarchical([1, 1])  # one on each
+    assert not is_hierarchical([2, 2])  # one host
+    assert not is_hierarchical([2, 2, 1])  # two and one
 
 
 # --- training
