@@ -29,10 +29,11 @@ from mpipar.comm.facts import all_gather_facts, gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Record, Recorder, as_record, family
-from mpipar.comm.request import Array, Request
+from mpipar.comm.request import Request
 from mpipar.comm.transport import Counts, Exchanged, ShapesTransport
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.interconnect.hosts import check_room, free_bytes
+from mpipar.ops.signature import Array
 from mpipar.run.console.tables import layout_text
 from mpipar.run.data import rows
 from mpipar.run.files.text import counted

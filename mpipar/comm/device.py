@@ -11,12 +11,20 @@ once a test sees that it is done. A wait or a blocking call first waits for all 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpipar.comm.algorithms.mpi_library import MpiTransport
-from mpipar.comm.request import Array, Done, Request
+from mpipar.comm.request import Done, Request
 from mpipar.comm.transport import Counts, Exchanged
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array, Shape
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
+    from mpipar.ops.cupy_copies import Copies
+
+A = TypeVar("A")
 
 
 class Leaving:
@@ -25,7 +33,9 @@ class Leaving:
     host: see `Copies.out`.
     """
 
-    def __init__(self, copies: Any, x: Array, post: Callable[[Array], Request], host: Array = None):
+    def __init__(
+        self, copies: Copies, x: Array, post: Callable[[Array], Request], host: Array = None
+    ):
         self.copies, self.post = copies, post
         self.request: Request | None = None
         self.host = copies.out(x, self._post, host)
@@ -50,7 +60,7 @@ class Arriving:
     afterwards waits for it on the device, and the next message travels meanwhile.
     """
 
-    def __init__(self, copies: Any, request: Request, host: Array, x: Array):
+    def __init__(self, copies: Copies, request: Request, host: Array, x: Array):
         self.copies, self.request, self.host, self.x = copies, request, host, x
         self.copied: Any = None  # the event of the copy, once it is queued
 
@@ -118,7 +128,7 @@ class StagedTransport:
         self._to_device(host, x)
         return x
 
-    def _in_place(self, call: Callable[[Array, Any], None], x: Array, argument: Any) -> None:
+    def _in_place(self, call: Callable[[Array, A], None], x: Array, argument: A) -> None:
         """Make a call that changes x, on a copy of x in host memory."""
         host = self._to_host(x)
         call(host, argument)
@@ -130,7 +140,7 @@ class StagedTransport:
             self.copies.hand_over(wait=True)
         return leaving
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+    def zeros(self, shape: Shape, dtype: DTypeLike, label: str) -> Array:
         return self.ops.zeros(shape, dtype, label=label)
 
     def all_reduce(self, x: Array, op: str) -> None:

@@ -56,16 +56,11 @@ def _gathered(
 def broadcast_text(mpi_world: MPI.Comm | None, text: str) -> str:
     """Return world rank 0's text, on every rank.
 
-    Comm: one Bcast of a length and one of bytes over the world.
+    Comm: as `all_gather_facts`, to which only rank 0 contributes.
     """
-    if mpi_world is None or mpi_world.size == 1:
+    if mpi_world is None:
         return text
-    own = bytearray(text.encode("utf-8", "surrogateescape"))
-    length = array("q", [len(own)])
-    mpi_world.Bcast(length, root=0)
-    received = own if mpi_world.rank == 0 else bytearray(length[0])
-    mpi_world.Bcast(received, root=0)
-    return received.decode("utf-8", "surrogateescape")
+    return str(all_gather_facts(mpi_world, text if mpi_world.rank == 0 else "")[0])
 
 
 def gather_numbers(mpi_world: MPI.Comm | None, x: np.ndarray) -> np.ndarray | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from sys import _getframe
 from time import perf_counter_ns
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mpipar.comm.checked import CallCheck
 from mpipar.comm.record import (
@@ -31,9 +31,13 @@ from mpipar.comm.record import (
     as_record,
     close,
 )
-from mpipar.comm.request import Array, Request
+from mpipar.comm.request import Request
 from mpipar.comm.transport import Counts, Exchanged, SelfTransport, Transport
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array, Shape
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 IN_ORDER = SimpleNamespace(c_contiguous=True)
 NOTHING = SimpleNamespace(dtype="", flags=IN_ORDER)  # what a barrier sends
@@ -289,7 +293,7 @@ class Comm:
         self.transport.irecv(x, peer, tag).Wait()
         return close(entry, x)
 
-    def zeros(self, ops: Ops, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+    def zeros(self, ops: Ops, shape: Shape, dtype: DTypeLike, label: str) -> Array:
         """Return a new array of zeros, in the memory that is best for the group's sums.
 
         Do not use it after `close`. Comm: perhaps a window, by every member.

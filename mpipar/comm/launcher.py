@@ -7,9 +7,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mpipar.errors import EnvironmentProblem
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 OPEN_MPI, MPICH = "Open MPI's mpirun", "MPICH's mpiexec"
 VARIABLES = {  # of rank, size, rank on this host, size on this host
@@ -99,7 +102,7 @@ def check_alone(launcher: Launcher, world_size: int, library: str) -> None:
     )
 
 
-def check_world(mpi_world: Any, environ: Mapping[str, str]) -> None:
+def check_world(mpi_world: MPI.Comm, environ: Mapping[str, str]) -> None:
     """Apply `check_alone` to a world that a program has made without `mpipar.cli`."""
     if mpi_world.size == 1 < read_launcher(environ).size:
         from mpi4py import MPI

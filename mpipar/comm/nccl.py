@@ -25,12 +25,14 @@ from typing import TYPE_CHECKING, Any
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import consecutive_slices
-from mpipar.comm.request import Array, Request
+from mpipar.comm.request import Request
 from mpipar.comm.transport import Counts, Exchanged
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array, Shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from numpy.typing import DTypeLike
 
 KEY_BYTES = 128  # of NCCL's unique id, which is of type bytes since CuPy 14
 PARITIES = (0, 1)  # of tags
@@ -108,7 +110,7 @@ class NcclTransport(StagedTransport):
                         sends = here == source
                         self.lanes[peer, sends, parity] = Lane(ops, mpi_comm, peer, sends)
 
-    def _new(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def _new(self, shape: Shape, dtype: DTypeLike) -> Array:
         return self.ops.empty(shape, dtype, label="buffers")
 
     def _queued(self) -> Request:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple, Protocol, TypeAlias
-
-# An array of NumPy or CuPy, or one of shapes only: they have no common type.
-Array: TypeAlias = Any
+from typing import NamedTuple, Protocol
 
 POLLS_BEFORE_SLEEP = 20  # no sleep for a message that has nearly arrived
 NAP_SECONDS, MOST_NAP_SECONDS = 50e-6, 200e-6  # the first sleep between two polls, and the longest
@@ -36,7 +33,7 @@ class Request(Protocol):
     """What a posted operation returns; it is called like an mpi4py request."""
 
     def Test(self) -> bool: ...
-    def Wait(self) -> Any: ...
+    def Wait(self) -> object: ...
 
 
 class Done:

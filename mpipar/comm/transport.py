@@ -7,10 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
 
-from mpipar.comm.request import Array, Done, Request
+from mpipar.comm.request import Done, Request
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array, Shape
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 Counts: TypeAlias = Sequence[int]  # rows for each rank of a group, or from each
 Exchanged: TypeAlias = tuple[Array, Counts]  # what arrived, and the rows from each rank
@@ -32,7 +36,7 @@ class Transport(Protocol):
     carrier: str
     in_order: bool
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array: ...
+    def zeros(self, shape: Shape, dtype: DTypeLike, label: str) -> Array: ...
     def all_reduce(self, x: Array, op: str) -> None: ...
     def all_gather(self, x: Array, group_size: int) -> Array: ...
     def reduce_scatter(self, x: Array) -> Array: ...
@@ -64,13 +68,13 @@ class ShapesTransport:
         if ops is not None:  # a group of one allocates nothing
             self.ops = ops
 
-    def _nothing(self, *_: Any) -> None:
+    def _nothing(self, *_: object) -> None:
         pass
 
-    def _done(self, *_: Any) -> Request:
+    def _done(self, *_: object) -> Request:
         return Done()
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+    def zeros(self, shape: Shape, dtype: DTypeLike, label: str) -> Array:
         return self.ops.zeros(shape, dtype, label=label)
 
     all_reduce = broadcast = reduce = barrier = close = _nothing
@@ -98,7 +102,7 @@ class ShapesTransport:
 class SelfTransport(ShapesTransport):
     """A group of one: it receives what it sends, and has no peer to send a message to."""
 
-    def _nobody(self, *_: Any) -> Any:
+    def _nobody(self, *_: object) -> NoReturn:
         raise AssertionError("a group of one sends no messages")
 
     isend = irecv = _nobody

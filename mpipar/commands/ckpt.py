@@ -11,6 +11,7 @@ from mpipar.commands.command import Command, Context
 from mpipar.config.model import model_config
 from mpipar.config.setting import positional, setting
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
+from mpipar.models.params import all_params
 from mpipar.run.checkpoint import formats, tokenizer_files, weights
 from mpipar.run.checkpoint.load import blocks
 from mpipar.run.checkpoint.manifest import (
@@ -20,7 +21,6 @@ from mpipar.run.checkpoint.manifest import (
     digest_problem,
     read_manifest,
 )
-from mpipar.run.checkpoint.params import all_params
 from mpipar.run.checkpoint.weight_files import DIGESTS, written_digests
 from mpipar.run.console.tables import nbytes, table
 from mpipar.run.files.text import one_line, printable

@@ -24,10 +24,10 @@ def run(context: Context) -> int:
     small error in its rounding, and Adam would hide a wrong scale.
     Comm: that of `compare_inputs`; one training step and two streams of tensors to world rank 0.
     """
+    from mpipar.run import verify
     from mpipar.run.compared import compare_inputs
     from mpipar.run.console.tables import layout_text, table
     from mpipar.run.inputs import prepare
-    from mpipar.train import verify
 
     session, parsed = context.session, context.parsed
     world = session.start()

@@ -16,8 +16,6 @@ from mpipar.pipeline.check import check
 from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
 from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.catalog import with_reduce_grad
-from mpipar.run.files.bounded import problems_as, read_text
-from mpipar.run.files.text import shown
 
 FORMATS = ("compute_only", "compute_comms")
 NUMBER = "([0-9]{1,6})"  # of a stage or microbatch; no schedule has that many
@@ -25,7 +23,7 @@ CELL = re.compile(
     rf"{NUMBER}(F|B|I|W|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD){NUMBER}?"
 )
 OVERLAP = re.compile(rf"\({NUMBER}F{NUMBER};{NUMBER}B{NUMBER}\)OVERLAP_F_B")
-MOST_BYTES = 8 << 20  # of a file
+MOST_CHARACTERS = 8 << 20  # of a file
 MOST_CELLS = 1 << 19  # passes, and their messages
 SKIPPED = ("UNSHARD", "RESHARD")
 WITHOUT_MB = ("REDUCE_GRAD", *SKIPPED)
@@ -53,10 +51,12 @@ def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> Non
 
 def read_csv(path: Path) -> Schedule:
     """Return the proved schedule of a file; UsageError names what cannot be read or cannot run."""
-    with problems_as(UsageError, f"cannot read {path}"):
-        lines = read_text(path, most_bytes=MOST_BYTES).splitlines()
     try:
-        rows = list(csv.reader(lines))
+        rows = list(csv.reader(read_text(path).splitlines()))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"cannot read {path}: is not UTF-8 text") from None
     except csv.Error as error:
         raise UsageError(f"{path} is not a CSV file of a schedule: {error}") from None
     problems, programs, count = [], [], 0
@@ -67,7 +67,7 @@ def read_csv(path: Path) -> Schedule:
             raise UsageError(f"{path}: more than {MOST_CELLS:,} instructions")
         instrs = [(column, text, parse_instruction(text)) for column, text in texts]
         problems += [
-            f"{path}: rank {row} column {column}: {shown(text)} is not an instruction such as 2F0"
+            f"{path}: rank {row} column {column}: {text[:80]!r} is not an instruction such as 2F0"
             for column, text, instr in instrs
             if instr is None
         ]
@@ -81,6 +81,19 @@ def read_csv(path: Path) -> Schedule:
     schedule = assemble_schedule(path, programs)
     check(schedule)
     return schedule
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; UsageError for one that is too large, or no regular file."""
+    path.stat()  # says why there is no file
+    if not path.is_file():  # a pipe could block
+        what = "is a folder, a pipe or a device; give a regular file"
+        raise UsageError(f"cannot read {path}: {what}")
+    with path.open(encoding="utf-8-sig") as file:
+        text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise UsageError(f"{path} is too large; the limit is {MOST_CHARACTERS:,} characters")
+    return text
 
 
 def parse_instruction(text: str) -> Instr | None:

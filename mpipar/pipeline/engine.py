@@ -12,7 +12,7 @@ points messages progress, and the sum of a unit's gradients starts as soon as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol
@@ -112,7 +112,7 @@ class Engine:
     def __init__(
         self,
         ops: Ops,
-        stages: dict[int, Stage],
+        stages: Mapping[int, Stage],
         schedule: Schedule,
         comm: Comm,
         recorder: Recorder,

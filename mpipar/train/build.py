@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from mpipar.comm.grid import ISLAND, Grid
 from mpipar.comm.groups import Comms
@@ -28,6 +28,9 @@ from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.train.gradsync import GradSync
 from mpipar.train.optimizer import rules_of
 from mpipar.train.zero import UNITS, PieceSync, ScatterSync, ShardedFlatParams
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 def configured_schedule(grid_config: GridConfig) -> Schedule:
@@ -69,7 +72,7 @@ def groups_of(
     schedule: Schedule,
     ops: Ops,
     recorder: Recorder,
-    mpi_world: Any,
+    mpi_world: MPI.Intracomm | None,
 ) -> Comms:
     """Return all groups of a rank.
 
@@ -94,7 +97,7 @@ def groups_of(
 
 def stages_of(
     config: Config, schedule: Schedule, stage_layers: tuple[int, ...], ops: Ops, comms: Comms
-) -> dict[int, Any]:
+) -> dict[int, Stage]:
     """Return {stage: the model's Stage} of a pipeline rank, with parameters in flat buffers.
 
     Each tensor has one owner: the rank of its first stage.
@@ -115,13 +118,13 @@ def stages_of(
     }
 
 
-def gradient_sums(memory: MemoryConfig) -> type[GradSync[Any]]:
+def gradient_sums(memory: MemoryConfig) -> type[GradSync[FlatParams]] | type[ScatterSync]:
     """Return the class that sums gradients, as --zero says."""
     if memory.zero == 3:
         return PieceSync
     return ScatterSync if memory.zero else GradSync
 
 
-def gathered_weights(memory: MemoryConfig, ops: Ops, stages: dict[int, Any]) -> Weights:
+def gathered_weights(memory: MemoryConfig, ops: Ops, stages: dict[int, Stage]) -> Weights:
     """Return what makes weights whole before a pass reads them, as the memory settings say."""
     return UNITS[memory.reshard_after_forward](ops, stages) if memory.zero == 3 else WholeWeights()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mpipar.config.run import RunConfig
 
@@ -64,13 +64,17 @@ class LossScale:
         if self.good == self.interval:
             self.value, self.good = self.value * 2, 0
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, float]:
         """Return everything that later steps depend on, for a checkpoint."""
         return {"value": self.value, "good": self.good, "skipped": self.skipped}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, float]) -> None:
         """Continue from what `state` returned."""
-        self.value, self.good, self.skipped = (state[name] for name in ("value", "good", "skipped"))
+        self.value, self.good, self.skipped = (
+            state["value"],
+            int(state["good"]),
+            int(state["skipped"]),
+        )
 
     def can_skip(self) -> bool:
         """Return whether a smaller scale could help a step whose gradients are not finite."""

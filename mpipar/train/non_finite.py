@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,13 +12,16 @@ from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.layers.flat import FlatParams
 from mpipar.ops.signature import Array
 
+if TYPE_CHECKING:
+    from mpipar.train.worker import Worker
+
 SHOWN = 3  # tensors of a report, and ranks of a tensor
 PiecesOf = Callable[[FlatParams], list[Array]]
-Losses = dict[int, Any]  # by microbatch
+Losses = dict[int, float]  # by microbatch
 Facts = dict[str, Any]
 
 
-def bad_numbers(worker: Any, pieces_of: PiecesOf, losses: Losses) -> Facts:
+def bad_numbers(worker: Worker, pieces_of: PiecesOf, losses: Losses) -> Facts:
     """Return what is not finite on this rank: {"losses": [mb, value], "tensors": [rows]}.
 
     pieces_of(flat) picks the arrays, one for each segment. losses: {microbatch: loss}. A row is:
@@ -71,7 +74,7 @@ def describe(title: str, facts: Mapping[int, Facts]) -> list[str]:
     return found
 
 
-def report(worker: Any, title: str, pieces_of: PiecesOf, losses: Losses) -> list[str]:
+def report(worker: Worker, title: str, pieces_of: PiecesOf, losses: Losses) -> list[str]:
     """Return `describe` of all ranks of the island. For the arguments see `bad_numbers`.
 
     Comm: a gather of facts and a broadcast of text over them, without records.

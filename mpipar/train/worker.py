@@ -12,16 +12,20 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from time import perf_counter_ns
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from mpipar import models
 from mpipar.comm.grid import ISLAND, Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
+from mpipar.layers.parallel.kv_cache import KVCache
+from mpipar.layers.param import Param
+from mpipar.layers.stash import Batch
+from mpipar.models.params import all_params
 from mpipar.ops.functions import Ops
-from mpipar.pipeline.engine import Engine, forward_only
-from mpipar.run.checkpoint.params import all_params
+from mpipar.ops.signature import Array
+from mpipar.pipeline.engine import Engine, Key, forward_only
 from mpipar.train import build, non_finite
 from mpipar.train.gradsync import all_reduce_scalars, masked_contribution, masked_sum
 from mpipar.train.loss_scale import LossScale
@@ -29,7 +33,18 @@ from mpipar.train.optim import learning_rate
 from mpipar.train.optimizer import Optimizer
 from mpipar.train.outer import Outer
 
-GetBatch = Callable[[int], Any]  # the rows of a microbatch
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+GetBatch = Callable[[int], Batch]  # the rows of a microbatch
+
+
+class HeldOut(Protocol):
+    """Held-out rows: forward passes of several microbatches at once, a sweep after another."""
+
+    def rows_of_sweep(self) -> int: ...
+    def num_sweeps(self) -> int: ...
+    def filled_sweep(self, number: int) -> tuple[list[Batch], int]: ...
 
 
 @dataclass(frozen=True)
@@ -177,7 +192,7 @@ class Worker:
         grid: Grid,
         ops: Ops,
         recorder: Recorder,
-        mpi_world: Any = None,
+        mpi_world: MPI.Intracomm | None = None,
     ):
         """Build what the steps of one rank work on.
 
@@ -218,7 +233,7 @@ class Worker:
         self.losses = {}  # of the latest step here, by microbatch
 
     @functools.cached_property
-    def all_params(self) -> list[tuple[int, Any]]:
+    def all_params(self) -> list[tuple[int, Param]]:
         """(stage, Param) of every whole tensor of the model, whatever this rank holds of it."""
         return all_params(self.config.model, self.stage_layers, self.ops.table_multiple)
 
@@ -263,8 +278,8 @@ class Worker:
         self,
         mbs: Collection[int],
         get_batch: GetBatch,
-        caches: dict[tuple[int, int], Any] | None = None,
-    ) -> dict[int, Any]:
+        caches: dict[Key, KVCache] | None = None,
+    ) -> dict[int, Array]:
         """Run forward passes of some microbatches; return the last stage's outputs by microbatch.
 
         Ranks without the last stage return an empty dict. caches: see `Engine.run`.
@@ -277,7 +292,7 @@ class Worker:
         with self.recorder.at("eval"):
             return self.engine.run(program, get_batch, training=False, caches=caches)
 
-    def evaluate(self, rows: Any) -> tuple[float, int]:
+    def evaluate(self, rows: HeldOut) -> tuple[float, int]:
         """Return (mean loss in nats per token, number of tokens) of one sweep of held-out rows.
 
         Of islands, the outer weights are evaluated.

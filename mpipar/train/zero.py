@@ -18,21 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.group import Comm, Pending
 from mpipar.layers.flat import FlatParams, Runs
 from mpipar.layers.param import Param
+from mpipar.models.stage import LayerRun
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
+from mpipar.pipeline.instructions import Instr
 from mpipar.train.gradsync import GradSync
 
 READERS = ("F", "B", "I")  # kinds of passes that read weights
 
-Stages = Mapping[int, Any]  # {stage: Stage}, with its units and flats
-Needs = list[tuple[Any, int]]  # the segments that a unit's layers use, by their numbers
-Posted = list[tuple[Pending, Any, int, Array]]
+Stages = Mapping[int, LayerRun]
 
 
 class Segment(NamedTuple):
@@ -182,6 +182,10 @@ class ShardedFlatParams(FlatParams):
         return self.group.iall_gather(parts, "weights.bucket")
 
 
+Needs = list[tuple[ShardedFlatParams, int]]  # the segments that a unit's layers use, by number
+Posted = list[tuple[Pending, ShardedFlatParams, int, Array]]
+
+
 class ScatterSync(GradSync[ShardedFlatParams]):
     """Each rank keeps whole gradients during a step, and the sums of its own pieces at its end.
 
@@ -292,7 +296,7 @@ class GatheredUnits:
         ]
         return [self.ops.empty((size,), label="weights") for size in sizes]
 
-    def enter(self, passing: Any, unit: int) -> None:
+    def enter(self, passing: Instr, unit: int) -> None:
         """Wait for the unit's weights, point its layers at them, and post the next unit."""
         if passing.kind not in READERS:
             return
@@ -303,7 +307,7 @@ class GatheredUnits:
         if 0 <= unit + step < len(self.needs[stage]):
             self.post(stage, unit + step, self.room[(unit + step) % 2])
 
-    def leave(self, passing: Any, unit: int) -> None:
+    def leave(self, passing: Instr, unit: int) -> None:
         """Release the unit's weights: the buffer is free for another unit."""
         if passing.kind in READERS:
             self.forget(self.needs[passing.stage][unit])
@@ -351,12 +355,12 @@ class KeptUnits(GatheredUnits):
         for unit, needs in enumerate(self.needs[stage]):
             self.post(stage, unit, self.ops.empty((largest([needs]),), label="weights"))
 
-    def enter(self, passing: Any, unit: int) -> None:
+    def enter(self, passing: Instr, unit: int) -> None:
         """Wait for the unit's weights, and point its layers at them."""
         if passing.kind in READERS:
             self.arrive(self.coming[passing.stage, unit])
 
-    def leave(self, passing: Any, unit: int) -> None:
+    def leave(self, passing: Instr, unit: int) -> None:
         """Keep the weights."""
 
     def reshard(self, stage: int) -> None:
@@ -374,7 +378,7 @@ def unit_segments(stages: Stages) -> dict[int, list[Needs]]:
     homes = {
         param: (flat, flat.piece_of(param))
         for stage in stages.values()
-        for flat in stage.flats
+        for flat in cast(list[ShardedFlatParams], stage.flats)
         for param in flat.params
     }
     return {
@@ -391,7 +395,7 @@ def largest(units: Iterable[Needs]) -> int:
     return max((sum(flat.lengths[number] for flat, number in needs) for needs in units), default=0)
 
 
-def views_in(room: Array, needs: Needs) -> Iterator[tuple[Any, int, Array]]:
+def views_in(room: Array, needs: Needs) -> Iterator[tuple[ShardedFlatParams, int, Array]]:
     """Yield (flat, number of a segment, view): a unit's segments, side by side in a buffer."""
     first = 0
     for flat, number in needs:

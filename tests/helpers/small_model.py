@@ -24,8 +24,8 @@ from mpipar.config.train import TrainConfig
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.run.console.memory import PeakMemory
 from mpipar.run.data import rows
+from mpipar.run.verify import compare_with_one_rank, one_rank_tensors, serial_config, step_tensors
 from mpipar.study.explain.predict import predict
-from mpipar.train.verify import compare_with_one_rank, one_rank_tensors, serial_config, step_tensors
 from mpipar.train.worker import Worker
 
 WORLD = MPI.COMM_WORLD

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from mpipar.comm.algorithms.steps import Steps, StepwiseTransport, add
-from mpipar.comm.request import Array
+from mpipar.ops.signature import Array
 
 
 class DoublingTransport(StepwiseTransport):

@@ -7,13 +7,15 @@ Rabenseifner, doi 10.1007/978-3-540-24685-5_1.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpipar.comm.algorithms.mpi_library import New
 from mpipar.comm.algorithms.steps import Steps, StepwiseTransport
-from mpipar.comm.request import Array, Options
+from mpipar.comm.request import Options
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,7 +28,7 @@ class HalvesTransport(StepwiseTransport):
     the same order, that of the operations.
     """
 
-    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: Any = None):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: New | None = None):
         super().__init__(ops, mpi_comm, options, new)
         self.gathers = mpi_comm.Dup()
         self.before = deque()

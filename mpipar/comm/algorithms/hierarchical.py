@@ -8,19 +8,21 @@ host.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpipar.comm.algorithms.mpi_library import MpiTransport
+from mpipar.comm.algorithms.mpi_library import MpiTransport, New
 from mpipar.comm.algorithms.steps import Steps, StepwiseTransport
 from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.grid import chunk_size
-from mpipar.comm.request import Array, Options
+from mpipar.comm.request import Options
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array, Shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from numpy.typing import DTypeLike
 
 
 class HierarchicalTransport(StepwiseTransport):
@@ -35,7 +37,7 @@ class HierarchicalTransport(StepwiseTransport):
         ops: Ops,
         mpi_comm: MPI.Comm,
         options: Options,
-        new: Any = None,
+        new: New | None = None,
         inside: type[MpiTransport] = MpiTransport,
     ):
         super().__init__(ops, mpi_comm, options, new)
@@ -62,7 +64,7 @@ class HierarchicalTransport(StepwiseTransport):
         if len(x) % self.shares:
             x[:] = parts.reshape(-1)[: len(x)]
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+    def zeros(self, shape: Shape, dtype: DTypeLike, label: str) -> Array:
         return self.intra.zeros(shape, dtype, label)
 
     def close(self) -> None:

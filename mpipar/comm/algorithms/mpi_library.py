@@ -8,22 +8,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpipar.comm.request import Array, Options, PatientRequest, Request
+from mpipar.comm.request import Options, PatientRequest, Request
 from mpipar.comm.transport import Counts, Exchanged
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array, Shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from numpy.typing import DTypeLike
+
+New: TypeAlias = Callable[[Shape, "DTypeLike"], Array]  # makes an array
 
 
 class MpiTransport:
     """Hands arrays straight to MPI. All other algorithms replace some of its methods.
 
-    new(shape, dtype) returns an array to receive into; by default it is one of `ops`.
+    new: makes an array to receive into; by default it is one of `ops`.
     """
 
     carrier, in_order = "MPI", False
@@ -33,7 +37,7 @@ class MpiTransport:
         ops: Ops,
         mpi_comm: MPI.Comm,
         options: Options,
-        new: Callable[..., Array] | None = None,
+        new: New | None = None,
     ):
         from mpi4py import MPI
 
@@ -45,7 +49,7 @@ class MpiTransport:
         self.mpi_isend = mpi_comm.Issend if options.sync_sends else mpi_comm.Isend
         self.tag_ub: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)  # Open MPI sets it only there
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+    def zeros(self, shape: Shape, dtype: DTypeLike, label: str) -> Array:
         return self.ops.zeros(shape, dtype, label=label)
 
     def all_reduce(self, x: Array, op: str) -> None:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 
 from mpipar.comm.algorithms.steps import Posted, Steps, StepwiseTransport, add, in_line
-from mpipar.comm.request import Array, Request
+from mpipar.comm.request import Request
+from mpipar.ops.signature import Array
 
 
 class RingTransport(StepwiseTransport):

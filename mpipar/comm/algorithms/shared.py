@@ -15,17 +15,19 @@ import ctypes
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm.request import Array, PatientRequest, Request
+from mpipar.comm.request import PatientRequest, Request
 from mpipar.errors import EnvironmentProblem
+from mpipar.ops.signature import Array, Shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from numpy.typing import DTypeLike
 
 LINE = 64  # bytes of a cache line: marks of different operations do not share one
 PAGE = 4096
@@ -47,7 +49,9 @@ class SharedMemory:
 
         self.nbytes = -(-nbytes // PAGE) * PAGE
         check_room(mpi_comm, room_left(), self.nbytes)
-        self.window = MPI.Win.Allocate_shared(self.nbytes, 1, MPI.INFO_NULL, mpi_comm)
+        self.window = MPI.Win.Allocate_shared(
+            self.nbytes, 1, MPI.INFO_NULL, MPI.Intracomm(mpi_comm)
+        )
         self.window.Lock_all(MPI.MODE_NOCHECK)
         memories: list[Any] = [self.window.Shared_query(place)[0] for place in range(mpi_comm.size)]
         self.of = [np.frombuffer(one, np.uint8, self.nbytes) for one in memories]
@@ -60,7 +64,7 @@ class SharedMemory:
         mpi_comm.Barrier()
         self.window.Sync()
 
-    def views(self, start: int, shape: tuple[int, ...], dtype: Any) -> list[Array]:
+    def views(self, start: int, shape: Shape, dtype: DTypeLike) -> list[Array]:
         """Return one array per rank, at the same place in its bytes."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return [one[start : start + size].view(dtype).reshape(shape) for one in self.of]
@@ -79,7 +83,13 @@ class Meeting:
 
     __slots__ = ("ask", "fence", "mark", "marks")
 
-    def __init__(self, marks: Sequence[memoryview], mark: int, fence: Any, ask: Any):
+    def __init__(
+        self,
+        marks: Sequence[memoryview],
+        mark: int,
+        fence: Callable[[], None],
+        ask: Callable[[], bool],
+    ):
         self.marks, self.mark, self.fence, self.ask = marks, mark, fence, ask
 
     def _is_done(self) -> bool:
@@ -134,7 +144,7 @@ def address(x: Array) -> int:
     return place
 
 
-def check_room(mpi_comm: Any, left: int, nbytes: int) -> None:
+def check_room(mpi_comm: MPI.Comm, left: int, nbytes: int) -> None:
     """Raise EnvironmentProblem on every rank if one has less left than all need, nbytes each.
 
     Comm: an all_reduce.

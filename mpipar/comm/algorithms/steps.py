@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from mpipar.comm.algorithms.mpi_library import MpiTransport
+from mpipar.comm.algorithms.mpi_library import MpiTransport, New
 from mpipar.comm.grid import chunk_slice
-from mpipar.comm.request import Array, Options, PatientRequest, Request
+from mpipar.comm.request import Options, PatientRequest, Request
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -97,7 +98,7 @@ class StepwiseTransport(MpiTransport):
     MPI's own. Comm: one Dup of the group.
     """
 
-    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: Any = None):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: New | None = None):
         super().__init__(ops, mpi_comm, options, new)
         self.own = mpi_comm.Dup()
         self.size, self.index = mpi_comm.size, mpi_comm.rank

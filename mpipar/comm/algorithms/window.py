@@ -12,19 +12,21 @@ group. Every rank thus has the same bits, and so has every run.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from mpipar.comm.algorithms.mpi_library import MpiTransport
+from mpipar.comm.algorithms.mpi_library import MpiTransport, New
 from mpipar.comm.algorithms.shared import Marks, SharedMemory, address
 from mpipar.comm.algorithms.steps import Posted, Steps, add, in_line
 from mpipar.comm.grid import chunk_slice
-from mpipar.comm.request import Array, Options, Request
+from mpipar.comm.request import Options, Request
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array, Shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from numpy.typing import DTypeLike
 
 TILE = 1 << 20  # bytes of an array in a room
 SMALL = 1 << 15  # bytes up to which more than two ranks sum an array whole, in one meeting
@@ -42,7 +44,7 @@ class WindowTransport(MpiTransport):
     Comm: two windows over the group; one more for each array that `zeros` makes.
     """
 
-    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: Any = None):
+    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: New | None = None):
         super().__init__(ops, mpi_comm, options, new)
         self.size, self.index = mpi_comm.size, mpi_comm.rank
         self.marks = Marks(mpi_comm, POSTED + 1, options.patient)
@@ -50,10 +52,10 @@ class WindowTransport(MpiTransport):
         self.turn = self.passed = self.number = 0  # rooms, meetings, and posted operations so far
         self.under_way: dict[int, Posted] = {}  # by the row of their marks
         self.arrays: list[SharedMemory] = []
-        self.found: dict[tuple[int, int, Any], list[Array]] = {}  # by address, size and type
-        self.typed: dict[tuple[int, Any], list[Array]] = {}  # the rooms of a turn
+        self.found: dict[tuple[int, int, np.dtype], list[Array]] = {}  # by address, size and type
+        self.typed: dict[tuple[int, np.dtype], list[Array]] = {}  # the rooms of a turn
 
-    def zeros(self, shape: tuple[int, ...], dtype: Any, label: str) -> Array:
+    def zeros(self, shape: Shape, dtype: DTypeLike, label: str) -> Array:
         """Return zeros in the window, so that their sums need no copies. Comm: a new window."""
         dtype = np.dtype(dtype)
         memory = SharedMemory(self.mpi, int(np.prod(shape)) * dtype.itemsize)
@@ -135,7 +137,7 @@ class WindowTransport(MpiTransport):
     def iall_gather(self, x: Array) -> Request:
         return self.post(self.gathered, x) or super().iall_gather(x)
 
-    def room(self, size: int, dtype: Any) -> list[Array]:
+    def room(self, size: int, dtype: np.dtype) -> list[Array]:
         """Return the next room of each rank, written to while others read the one before it."""
         self.turn = (self.turn + 1) % ROOMS
         key = self.turn, dtype

@@ -19,11 +19,11 @@ import numpy as np
 from mpipar.comm.grid import ISLAND
 from mpipar.config.model import model_config
 from mpipar.errors import DataError, OutputError
+from mpipar.models.params import all_params
 from mpipar.run.checkpoint import boxes, formats, tokenizer_files
 from mpipar.run.checkpoint.disk import BLOCK_BYTES
 from mpipar.run.checkpoint.load import Pieces
 from mpipar.run.checkpoint.manifest import read_manifest
-from mpipar.run.checkpoint.params import all_params
 from mpipar.run.checkpoint.tensor_file import NUMBERS
 from mpipar.run.checkpoint.weight_files import ADAPTER_CURE, WeightFiles, write_weights
 from mpipar.run.files.text import brief

@@ -22,8 +22,8 @@ from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.mixed_ops import MixedOps
 from mpipar.run.console.tables import headline
 from mpipar.run.resolve import resolve as resolve_typed
+from mpipar.run.verify import step_tensors
 from mpipar.study.explain.predict import predict
-from mpipar.train.verify import step_tensors
 
 SHAPE = {
     "layers": 2,

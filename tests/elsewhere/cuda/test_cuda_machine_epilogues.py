@@ -20,7 +20,7 @@ from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda import epilogues
 from mpipar.ops.cupy_fused import FusedOps
 from mpipar.ops.mixed_ops import DTYPES
-from mpipar.train.verify import step_tensors
+from mpipar.run.verify import step_tensors
 
 ALL = {"float32": np.dtype(np.float32), **DTYPES}
 BOUNDS = {"float32": 2e-6, "bfloat16": 2.0**-7, "float16": 2.0**-10}

@@ -21,7 +21,7 @@ from mpipar.ops.cuda.ladder import fitting
 from mpipar.ops.mixed_ops import MixedOps
 from mpipar.run.console.tables import headline
 from mpipar.run.resolve import resolve as resolve_typed
-from mpipar.train.verify import step_tensors
+from mpipar.run.verify import step_tensors
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}

@@ -27,7 +27,7 @@ from stand_in import put_in_nccl
 from mpipar import ops as ops_module
 from mpipar.comm import nccl
 from mpipar.comm.device import StagedTransport
-from mpipar.train.verify import SPREAD, differences, full_tensors
+from mpipar.run.verify import SPREAD, differences, full_tensors
 
 HERE, RANKS = WORLD.rank, WORLD.size
 pytestmark = pytest.mark.ranks(2, 3, 4)

@@ -29,7 +29,7 @@ from mpipar.comm import connect
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.checked import CallCheck
 from mpipar.ops.cupy_copies import Copies
-from mpipar.train.verify import SPREAD, differences, full_tensors
+from mpipar.run.verify import SPREAD, differences, full_tensors
 
 HERE = LAYOUTS[WORLD.size]
 BLOCKING = (

@@ -20,7 +20,7 @@ from mpipar.comm.grid import Grid
 from mpipar.layers.parallel.expert_dispatch import ExpertDispatch
 from mpipar.layers.param import Param
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.train.verify import differences, full_tensors
+from mpipar.run.verify import differences, full_tensors
 
 LAYOUTS = {  # number of ranks: ((dp, pp, tp), cp, ep)
     1: [((1, 1, 1), 1, 1)],

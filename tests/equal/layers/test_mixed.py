@@ -36,11 +36,11 @@ from test_device_transports import cuda_aware  # noqa: F401 (a fixture)
 from mpipar.comm.group import Comm
 from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.errors import NonFiniteError
+from mpipar.run.verify import compare_with_one_rank, one_rank_tensors
 from mpipar.study.explain.predict import predict
 from mpipar.train import gradsync
 from mpipar.train import worker as train
 from mpipar.train.gradsync import GradSync
-from mpipar.train.verify import compare_with_one_rank, one_rank_tensors
 
 HERE = LAYOUTS[WORLD.size]
 HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding

@@ -17,14 +17,14 @@ from mpipar.comm.record import Recorder
 from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.run import TEMPERATURE
 from mpipar.layers.stash import Batch
+from mpipar.models.params import all_params
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.checkpoint.params import all_params
 from mpipar.run.data import rows
 from mpipar.run.files.text import quoted
 from mpipar.run.inference.sampling import Sampling, best, draw
 from mpipar.run.inputs import prepare
-from mpipar.train.verify import full_tensors, serial_config
+from mpipar.run.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker
 from tests.helpers.lives.choices import LATER, STEPS, Case, settings_of
 

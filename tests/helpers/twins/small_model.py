@@ -18,7 +18,7 @@ from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
-from mpipar.train.verify import Difference, compare_with_one_rank, one_rank_tensors
+from mpipar.run.verify import Difference, compare_with_one_rank, one_rank_tensors
 
 MODEL = ModelConfig(layers=2, d_model=12, heads=4, ffn=21, seq_len=6, vocab_size=17)
 ROWS = 2  # of a microbatch

@@ -20,7 +20,7 @@ from mpipar.commands.command import Command
 from mpipar.config.sections import FIELDS, FLAGS
 from mpipar.config.setting import flag
 from mpipar.errors import DataError, UsageError
-from mpipar.run.checkpoint.params import all_params
+from mpipar.models.params import all_params
 from mpipar.run.process import failure
 from mpipar.run.resolve import resolve
 

@@ -15,8 +15,8 @@ from program import LIMIT, cells, environment, layout_flags, mpipar, section
 from mpipar.config.grid import GridConfig
 from mpipar.config.sections import Config
 from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.verify import serial_config
 from mpipar.train.build import configured_schedule
-from mpipar.train.verify import serial_config
 
 SMALL = """--layers 3 --d-model 12 --heads 6 --ffn 31 --seq-len 5 --batch-size 8
     --num-microbatches 2""".split()

@@ -14,10 +14,10 @@ from one_rank import fresh, loaded
 from safetensors.numpy import load_file, save_file
 
 from mpipar.errors import DataError, UsageError
+from mpipar.models.params import all_params
 from mpipar.run.checkpoint import native_format
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.formats import format_of, model_settings, start_notes
-from mpipar.run.checkpoint.params import all_params
 from mpipar.run.resolve import resolve
 
 # As transformers 4 wrote them.
