@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def split(mpi_world: MPI.Comm, ranks: tuple[int, ...]) -> MPI.Comm:
-    """Return MPI's communicator of the group `ranks`; COMM_NULL for a rank that is alone in it.
+def split(mpi_world: MPI.Comm, ranks: tuple[int, ...]) -> MPI.Comm | None:
+    """Return MPI's communicator of the group `ranks`; None for a rank that is alone in it.
 
     Comm: one Split, by the whole world.
     """
     from mpi4py import MPI
 
     color = min(ranks) if len(ranks) > 1 else MPI.UNDEFINED
-    return mpi_world.Split(color, ranks.index(mpi_world.rank))
+    mpi_comm = mpi_world.Split(color, ranks.index(mpi_world.rank))
+    return mpi_comm if len(ranks) > 1 else None
 
 
 def connect(
@@ -45,7 +46,7 @@ def connect(
     if mpi_world is None:
         return with_half_precision(ShapesTransport(ops), ops, len(ranks), 0)
     mpi_comm = split(mpi_world, ranks)
-    if len(ranks) == 1:
+    if mpi_comm is None:
         return SelfTransport()
     assert mpi_comm.size == len(ranks), (mpi_comm.size, ranks)
     transport = transport_of(ops, mpi_comm, options)

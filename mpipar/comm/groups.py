@@ -65,7 +65,7 @@ class Comms(dict[str, Comm]):
             transport, check = connect(ops, mpi_world, ranks, own), None
             if options.check and mpi_world is not None:
                 mpi_comm = split(mpi_world, ranks)
-                check = CallCheck(mpi_comm, ranks) if len(ranks) > 1 else None
+                check = CallCheck(mpi_comm, ranks) if mpi_comm is not None else None
             return Comm(axis, ranks, ranks.index(grid.world_rank), transport, recorder, check)
 
         self.alone = Comm("alone", (grid.world_rank,), 0, None, recorder)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.grid import Grid
+from mpipar.comm.groups import Comms
 from mpipar.layers.flat import FlatParams
+from mpipar.models.decoder import Stage
+from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-
-if TYPE_CHECKING:
-    from mpipar.train.worker import Worker
 
 SHOWN = 3  # tensors of a report, and ranks of a tensor
 PiecesOf = Callable[[FlatParams], list[Array]]
@@ -21,7 +22,16 @@ Losses = dict[int, float]  # by microbatch
 Facts = dict[str, Any]
 
 
-def bad_numbers(worker: Worker, pieces_of: PiecesOf, losses: Losses) -> Facts:
+class Inspected(Protocol):
+    """What a report needs from a `Worker`."""
+
+    ops: Ops
+    grid: Grid
+    comms: Comms
+    stages: dict[int, Stage]
+
+
+def bad_numbers(worker: Inspected, pieces_of: PiecesOf, losses: Losses) -> Facts:
     """Return what is not finite on this rank: {"losses": [mb, value], "tensors": [rows]}.
 
     pieces_of(flat) picks the arrays, one for each segment. losses: {microbatch: loss}. A row is:
@@ -74,7 +84,7 @@ def describe(title: str, facts: Mapping[int, Facts]) -> list[str]:
     return found
 
 
-def report(worker: Worker, title: str, pieces_of: PiecesOf, losses: Losses) -> list[str]:
+def report(worker: Inspected, title: str, pieces_of: PiecesOf, losses: Losses) -> list[str]:
     """Return `describe` of all ranks of the island. For the arguments see `bad_numbers`.
 
     Comm: a gather of facts and a broadcast of text over them, without records.
