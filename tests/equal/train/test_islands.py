@@ -22,8 +22,8 @@ from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
 from mpipar.run.data import rows
+from mpipar.run.verify import full_tensors
 from mpipar.train.outer import Outer
-from mpipar.train.verify import full_tensors
 from mpipar.train.worker import Worker
 
 pytestmark = pytest.mark.ranks(2, 4)
