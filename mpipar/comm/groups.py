@@ -19,6 +19,8 @@ from mpipar.ops.functions import Ops
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    World: TypeAlias = MPI.Comm
+
 FEW = ("world", "inner")  # groups that sum only a few numbers
 Partitions: TypeAlias = Mapping[str, Sequence[tuple[int, ...]]]
 

@@ -30,7 +30,7 @@ from mpipar.train.optimizer import rules_of
 from mpipar.train.zero import UNITS, PieceSync, ScatterSync, ShardedFlatParams
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from mpipar.comm.groups import World
 
 
 def configured_schedule(grid_config: GridConfig) -> Schedule:
@@ -72,7 +72,7 @@ def groups_of(
     schedule: Schedule,
     ops: Ops,
     recorder: Recorder,
-    mpi_world: MPI.Intracomm | None,
+    mpi_world: World | None,
 ) -> Comms:
     """Return all groups of a rank.
 

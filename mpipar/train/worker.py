@@ -34,7 +34,7 @@ from mpipar.train.optimizer import Optimizer
 from mpipar.train.outer import Outer
 
 if TYPE_CHECKING:
-    from mpi4py import MPI
+    from mpipar.comm.groups import World
 
 GetBatch = Callable[[int], Batch]  # the rows of a microbatch
 
@@ -192,7 +192,7 @@ class Worker:
         grid: Grid,
         ops: Ops,
         recorder: Recorder,
-        mpi_world: MPI.Intracomm | None = None,
+        mpi_world: World | None = None,
     ):
         """Build what the steps of one rank work on.
 

@@ -25,6 +25,7 @@ WIRE = {
     "comm.half_precision",
     "comm.nccl",
     "comm.transport",
+    "comm.algorithms",
     "comm.algorithms.hierarchical",
     "comm.algorithms.mpi_library",
     "comm.algorithms.steps",
