@@ -14,7 +14,7 @@ from small_model import (
     worker_and_rows,
 )
 
-from mpipar.train.verify import full_tensors, serial_config
+from mpipar.run.verify import full_tensors, serial_config
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 STEPS, TOLERANCE = 3, 1e-10
