@@ -279,7 +279,7 @@ LAYOUT = (
 MEMORY = (
     Rule(
         "nothing to shard",
-        ("zero", "dp", "cp"),
+        ("zero", "dp", "cp", "islands"),
         lambda v: v.zero > 0 and island_data(v) == 1,
         "ZeRO shards what all dp x cp ranks hold, in each island, and there is only one; leave"
         " --zero out, or use a larger --dp",

@@ -291,11 +291,12 @@ def _data(config, prediction, group: str, group_size: int, m: int) -> Expected:
             sent_formula="2(q-1)/q * gradients", sent=2 * factor * numbers * sum_itemsize
         )
     if memory.zero == 1:
+        gathers = 1 if config.grid.islands is None else 2  # after an update, and where islands meet
         return Expected(
-            "2 segments",
-            2 * len(own),
-            "(q-1)/q * (gradients + weights)",
-            factor * numbers * (sum_itemsize + itemsize),
+            f"{1 + gathers} segments",
+            (1 + gathers) * len(own),
+            f"(q-1)/q * (gradients + {'2 ' * (gathers > 1)}weights)",
+            factor * numbers * (sum_itemsize + gathers * itemsize),
         )
     lengths = [
         length

@@ -268,7 +268,7 @@ def test_an_overflow_in_one_rank_s_pieces_makes_all_skip(zero, monkeypatch):
 @pytest.mark.parametrize("layout", [DP, PP, TP], ids=str)
 def test_ranks_that_do_not_agree_are_caught(layout, monkeypatch):
     overflow_on_rank_1(monkeypatch, (2, 3))
-    monkeypatch.setattr(train, "all_reduce_scalars", lambda ops, comms, values, name: values)
+    monkeypatch.setattr(train, "all_reduce_scalars", lambda ops, comms, values, *names: values)
     with pytest.raises(AssertionError, match="rank 0"):
         skip_together(layout)
 

@@ -132,6 +132,15 @@ def assert_closed_forms(config):
             assert (len(block), sum(each.wire_bytes for each in block)) == (one.calls, one.sent)
 
 
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("layout", [(4, 1, 1), (4, 2, 2)], ids=str)
+def test_a_step_in_which_islands_meet_follows_the_closed_forms(layout, zero):
+    """Its sums of weights, and the memory of an outer optimizer; also where N is 1."""
+    for islands in (1, 2):
+        grid = {"islands": islands}
+        assert_closed_forms(configure(layout, grid=grid, memory=MemoryConfig(zero=zero)))
+
+
 RING = {"sequence_parallel": True, "tp_matmul": "ring"}
 
 
