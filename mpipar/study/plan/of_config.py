@@ -9,7 +9,7 @@ from mpipar.comm.grid import AXES
 from mpipar.config.sections import Config
 from mpipar.errors import UsageError
 from mpipar.run.data.rows import rows_per_microbatch
-from mpipar.study.plan.job import BY_NAME, STACKS, Layout, Shape
+from mpipar.study.plan.job import BY_NAME, STACKS, Layout, Shape, segments
 from mpipar.study.plan.machine import Machine
 from mpipar.study.plan.model import Step, block_of, step_time
 from mpipar.study.schedules.costs import Costs
@@ -52,7 +52,7 @@ def step_of(config: Config, machine: Machine) -> Step:
     machine, stack = machine.with_dtype(dtype), STACKS["mpipar"].with_dtype(dtype)
     schedule, shape = configured_schedule(grid), Shape.of(config.model.completed())
     layout = Layout(
-        grid.dp,
+        grid.island_dp,
         grid.pp,
         grid.cp,
         grid.tp,
@@ -79,4 +79,20 @@ def step_of(config: Config, machine: Machine) -> Step:
         )
     )
     seconds = float(simulate(schedule, costs).makespan)
-    return step_time(shape, layout, machine, stack, block, seconds)
+    step = step_time(shape, layout, machine, stack, block, seconds)
+    if grid.islands is None:
+        return step
+    meeting = meeting_seconds(shape, layout, machine, grid.islands)
+    return step._replace(sums=step.sums + meeting / config.train.outer_interval)
+
+
+def meeting_seconds(shape: Shape, layout: Layout, machine: Machine, islands: int) -> float:
+    """Return the seconds of the sum of float32 weights over islands. layout: of one of them."""
+    blocks = max(layout.blocks_by_rank(shape.layers))
+    held = segments(shape, layout, blocks, shape.table_parameters)
+    return sum(
+        machine.all_reduce(
+            4 * one.elements / (one.ranks if layout.zero else 1), islands, layout.ranks
+        )
+        for one in held
+    )

@@ -207,8 +207,14 @@ def test_a_meeting_is_as_explain_predicts_it(values):
         assert_records_predicted(config_of(outer_interval=1, **values))
 
 
-def test_evaluation_reads_the_outer_weights_and_changes_nothing():
-    worker, rows = worker_and_rows(config_of(outer_interval=3))
+@pytest.mark.parametrize(
+    "values",
+    [{"dtype": "bfloat16"}]
+    + [{"zero": 1, "dtype": "bfloat16"}, {"zero": 1}, {"zero": 3}] * (WORLD.size > 2),
+    ids=str,
+)
+def test_evaluation_reads_the_outer_weights_and_changes_nothing(values):
+    worker, rows = worker_and_rows(config_of(outer_interval=3, **values))
     first, _ = worker.evaluate(rows)
     state = state_of(worker)
     worker.train_step(1, lambda mb: rows.train(1, mb))

@@ -24,6 +24,8 @@ from mpipar.config.train import TrainConfig
 from mpipar.study.explain import formulas, memory_formulas
 from mpipar.study.explain.layer_costs import CONTEXT, CUTS, KINDS, value
 from mpipar.study.explain.predict import predict, unit_memory
+from mpipar.study.plan.machine import load_machine
+from mpipar.study.plan.of_config import step_of
 from mpipar.train.build import configured_schedule
 
 CASES = [
@@ -139,6 +141,18 @@ def test_a_step_in_which_islands_meet_follows_the_closed_forms(layout, zero):
     for islands in (1, 2):
         grid = {"islands": islands}
         assert_closed_forms(configure(layout, grid=grid, memory=MemoryConfig(zero=zero)))
+
+
+def test_a_predicted_step_has_its_share_of_a_meeting():
+    """Also inside an island fewer ranks sum gradients."""
+    machine, seconds = load_machine("cpu", 4), {}
+    for interval in (1, 2, 1000):
+        config = configure((4, 1, 1), grid={"islands": 2})
+        config = replace(config, train=replace(config.train, outer_interval=interval))
+        seconds[interval] = step_of(config, machine).sums
+    meeting = 2 * (seconds[1] - seconds[2])
+    assert meeting > 0
+    assert seconds[1000] == pytest.approx(seconds[1] - 0.999 * meeting)
 
 
 RING = {"sequence_parallel": True, "tp_matmul": "ring"}
