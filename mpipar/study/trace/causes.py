@@ -35,7 +35,6 @@ WORDS = {
     "gc": "garbage collection",
     "other": "between spans (Python, posting, logging)",
 }
-ONE_SIDED = ("message", "broadcast", "reduce")  # not every member waits for every other one
 
 
 class Cause(NamedTuple):
@@ -73,19 +72,17 @@ class Work:
     """
 
     def __init__(self):
-        self.parts: dict[tuple[str, str], dict[Cause, float]] = {}
-        self.totals: dict[str, float] = {}
+        self.parts: dict[tuple[str, str], dict] = defaultdict(lambda: defaultdict(float))
+        self.totals: Counter = Counter()
 
     def add(self, kind: str, detail: str, cause: Cause, length: float) -> None:
         """Add nanoseconds that the rank spent for a cause."""
-        part = self.parts.setdefault((kind, detail), {})
-        part[cause] = part.get(cause, 0) + length
-        self.totals[kind] = self.totals.get(kind, 0) + length
+        self.parts[kind, detail][cause] += length
+        self.totals[kind] += length
 
     def more_than(self, other: Work, length: float) -> dict[Cause, float]:
         """Return {cause: nanoseconds} of what exceeds `other`, scaled to `length` in total."""
-        extra = {kind: own - other.totals.get(kind, 0) for kind, own in self.totals.items()}
-        extra = {kind: time for kind, time in extra.items() if time > 0}
+        extra = self.totals - other.totals  # of kinds of which there is more
         scale = length / max(sum(extra.values()), 1e-9)
         found: dict[Cause, float] = defaultdict(float)
         for kind, time in extra.items():
@@ -154,7 +151,7 @@ class Meetings:
 
 def _meetings_of(event: Event) -> list[tuple[tuple[int, ...], int]]:
     """Return [(ranks that met, when)] of one event."""
-    if event.operation in ONE_SIDED:
+    if any(len(call.needs) < len(event.calls) for call in event.calls):  # not all wait for all
         return [
             (tuple(sorted((call.rank, call.late))), call.record.waited_ns + call.wait_ns)
             for call in event.calls
@@ -226,8 +223,7 @@ class Causes:
             self.latest = (late, begin, end), self.work(late, begin, end)
         theirs, own = self.latest[1], self.work(call.rank, begin, start)
         self.parts[id(call)] = theirs.more_than(own, call.wait_ns)
-        more = {kind: ns - own.totals.get(kind, 0) for kind, ns in theirs.totals.items()}
-        self.before[id(call)] = None
+        more, self.before[id(call)] = theirs.totals - own.totals, None
         if more and max(more, key=more.get) == "waiting":
             waits = [one for one in self._within(late, begin, end) if one.kind == "wait"]
             self.before[id(call)] = max(waits, key=lambda one: one.length).call

@@ -98,12 +98,11 @@ def replay(
         while position[rank] < len(programs[rank]):
             gap, call, is_wait = programs[rank][position[rank]]
             if is_wait:
-                partners = _partners(call)
-                missing = [one for one in partners if id(one) not in posted]
+                missing = [one for one in call.needs if id(one) not in posted]
                 if missing:
                     waiting[id(missing[0])].append(rank)
                     break
-                clock[rank] = max([clock[rank] + gap, *(posted[id(one)] for one in partners)])
+                clock[rank] = max([clock[rank] + gap, *(posted[id(one)] for one in call.needs)])
                 clock[rank] += transfer(call)
             else:
                 clock[rank] += gap
@@ -128,24 +127,6 @@ def _program(start: int, calls: list[Call]) -> list[tuple[int, Call, bool]]:
         program.append((max(0, time - last), call, is_wait))
         last = max(last, call.record.done_ns if is_wait else time)
     return program
-
-
-def _partners(call: Call) -> list[Call]:
-    """Return the calls that must have been posted before this one can end."""
-    event, record = call.event, call.record
-    if event is None:
-        return []
-    if record.operation == "send":
-        receive = event.calls[1]
-        return [] if record.done_ns < receive.record.posted_ns else [receive]
-    if record.operation == "recv":
-        return [event.calls[0]]
-    if record.operation == "broadcast":
-        return [one for one in event.calls if one.rank == event.last]
-    if record.operation == "reduce":  # only the root needs the others
-        is_root = event.ranks[record.peer] == call.rank
-        return event.calls if is_root else []
-    return event.calls
 
 
 def whole_steps(trace: Trace) -> set[int]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mpipar.comm.record import POINT_TO_POINT, Record
@@ -27,12 +28,14 @@ from mpipar.run.trace.trace_file import Trace
 class Call:
     """One rank's part in an operation. It is blocked from record.waited_ns to record.done_ns.
 
-    wait_ns: time until the last rank arrived. late: the world rank it waited for, or -1.
+    needs: the calls that must be posted before it can end. wait_ns: time until the last of them is.
+    late: the world rank it waited for, or -1.
     """
 
     rank: int
     record: Record
     event: Event | None = None
+    needs: Sequence[Call] = ()
     wait_ns: int = 0
     late: int = -1
 
@@ -44,10 +47,15 @@ class Call:
     def transfer_ns(self) -> int:
         return self.blocked_ns - self.wait_ns
 
-    def set_wait(self, until_ns: int, late: int) -> None:
-        """Set the wait to end at until_ns, limited to the time that the call was blocked."""
-        self.wait_ns = max(0, min(until_ns, self.record.done_ns) - self.record.waited_ns)
-        self.late = late if self.wait_ns else -1
+    def belong(self, event: Event, needs: Sequence[Call], last: Call) -> None:
+        """Make the call a part of an event. last: the one of its needs that is posted last.
+
+        Its wait ends there, limited to the time that the call was blocked.
+        """
+        self.event, self.needs = event, needs
+        until_ns = min(last.record.posted_ns, self.record.done_ns) if needs else 0
+        self.wait_ns = max(0, until_ns - self.record.waited_ns)
+        self.late = last.rank if self.wait_ns else -1
 
 
 @dataclass(slots=True)
@@ -94,68 +102,50 @@ def find(trace: Trace) -> Waits:
     by group, tag, sender, receiver and order. A call without a partner in the trace counts as
     transfer only.
     """
-    calls = [[Call(rank.world_rank, record) for record in rank.records] for rank in trace.ranks]
-    collectives, messages = defaultdict(list), defaultdict(dict)
-    for rank, own in zip(trace.ranks, calls, strict=True):
+    waits = Waits(
+        [], [[Call(one.world_rank, record) for record in one.records] for one in trace.ranks]
+    )
+    matching: dict[tuple, list[Call]] = defaultdict(list)
+    for rank, own in zip(trace.ranks, waits.calls, strict=True):
         counts: Counter = Counter()
         for call in own:
-            record = call.record
-            group = rank.groups[record.axis]
+            record, ranks = call.record, rank.groups[call.record.axis]
+            key = record.axis, ranks, "step", record.step
             if record.operation in POINT_TO_POINT:
-                peer = group[record.peer]
-                sending = record.operation == "send"
-                ends = (rank.world_rank, peer) if sending else (peer, rank.world_rank)
-                key = (record.axis, record.tag, ends)
-                slot = record.operation
-            else:
-                key = slot = (record.axis, group, record.step)
-            counts[key, slot] += 1
-            if record.operation in POINT_TO_POINT:
-                messages[*key, counts[key, slot]][slot] = call
-            else:
-                collectives[*key, counts[key, slot]].append(call)
-    waits = Waits([], calls)
-    for (axis, group, *_), members in collectives.items():
-        _collective(waits, axis, group, members)
-    for (axis, _, ends, _), sides in messages.items():
-        _message(waits, axis, ends, sides)
+                ends = rank.world_rank, ranks[record.peer]
+                ends = ends if record.operation == "send" else ends[::-1]
+                key = record.axis, ends, "tag", record.tag
+            counts[key] += 1
+            matching[*key, counts[key]].append(call)
+    for (axis, ranks, *_), calls in matching.items():
+        message = calls[0].record.operation in POINT_TO_POINT
+        kinds = set() if message else {(call.record.operation, call.record.name) for call in calls}
+        if len(calls) < len(ranks) or len(kinds) > 1:
+            waits.unmatched += calls
+        else:
+            waits.events.append((_message if message else _collective)(axis, ranks, calls))
     waits.events.sort(key=lambda event: event.arrival_ns)
     return waits
 
 
-def _collective(waits: Waits, axis: str, group: tuple[int, ...], members: list[Call]) -> None:
-    kinds = {(call.record.operation, call.record.name) for call in members}
-    if len(members) < len(group) or len(kinds) > 1:
-        waits.unmatched += members
-        return
-    event = Event(axis, group, members)
-    root = members[0].record.peer
-    operation = members[0].record.operation
-    if operation == "broadcast":
-        last = next(call for call in members if call.rank == group[root])
-    else:
-        last = max(members, key=lambda call: call.record.posted_ns)
-    event.last = last.rank
+def _collective(axis: str, group: tuple[int, ...], members: list[Call]) -> Event:
+    operation, root = members[0].record.operation, group[members[0].record.peer]
+    awaited = [call for call in members if operation != "broadcast" or call.rank == root]
+    last = max(awaited, key=lambda call: call.record.posted_ns)
+    event = Event(axis, group, members, last.rank)
     for call in members:
-        call.event = event
-        needs_all = operation != "reduce" or call.rank == group[root]
-        if needs_all and call is not last:
-            call.set_wait(last.record.posted_ns, last.rank)
-    waits.events.append(event)
+        call.belong(event, () if operation == "reduce" and call.rank != root else awaited, last)
+    return event
 
 
-def _message(waits: Waits, axis: str, ends: tuple[int, int], sides: dict[str, Call]) -> None:
-    if len(sides) < 2:
-        waits.unmatched += sides.values()
-        return
-    send, recv = sides["send"], sides["recv"]
+def _message(axis: str, ends: tuple[int, int], sides: list[Call]) -> Event:
+    send, recv = sorted(sides, key=lambda call: call.record.operation == "recv")
+    buffered = send.record.done_ns < recv.record.posted_ns
     event = Event(axis, ends, [send, recv])
-    send.event = recv.event = event
-    recv.set_wait(send.record.posted_ns, ends[0])
-    if send.record.done_ns >= recv.record.posted_ns:
-        send.set_wait(recv.record.posted_ns, ends[1])
+    recv.belong(event, [send], send)
+    send.belong(event, () if buffered else [recv], recv)
     event.last = ends[0] if recv.wait_ns else ends[1] if send.wait_ns else -1
-    waits.events.append(event)
+    return event
 
 
 @dataclass(slots=True)
