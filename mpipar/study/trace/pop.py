@@ -14,7 +14,7 @@ https://co-design.pop-coe.eu/metrics/index.html
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import mean, median
@@ -25,6 +25,7 @@ from mpipar.study.schedules import bubble
 from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.simulate import Timeline, simulate
 from mpipar.study.trace.segments import IDLE, Segment
+from mpipar.study.trace.timeline import median_step
 from mpipar.study.trace.waits import Call, Waits, find
 
 
@@ -150,8 +151,7 @@ def median_passes(trace: Trace) -> tuple[int, list[list[Span]]]:
         if all(rank.place[axis] == 0 for axis in rank.place if axis != "pp")
     ]
     pipeline.sort(key=lambda rank: rank.place["pp"])
-    lasting = Counter({step: end - start for step, start, end in pipeline[0].steps})
-    chosen = sorted(lasting, key=lasting.get)[len(lasting) // 2]
+    chosen, _ = median_step(trace)
     return chosen, [
         [one for one in rank.spans if one.step == chosen and one.kind in PASSES]
         for rank in pipeline

@@ -7,6 +7,7 @@ inside a span counts as wait and transfer, so the rest of a span is computing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -79,10 +80,7 @@ def of_trace(trace: Trace, waits: Waits) -> list[list[Segment]]:
 
 def by_kind(segments: Iterable[Segment], kind: Callable = attrgetter("kind")) -> Counter:
     """Return the nanoseconds of each kind."""
-    sums: Counter = Counter()
-    for segment in segments:
-        sums[kind(segment)] += segment.length
-    return sums
+    return by_step(segments, [(0, -math.inf, math.inf)], kind)[0]
 
 
 def by_step(
