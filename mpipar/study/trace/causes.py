@@ -67,17 +67,18 @@ class Cost:
 class Work:
     """What a rank did in a stretch of time.
 
-    parts: {(kind, detail): {cause: nanoseconds}}; those with the same kind and detail are
+    parts: {kind: {detail: {cause: nanoseconds}}}; those with the same kind and detail are
     comparable between ranks. totals: the nanoseconds by kind.
     """
 
     def __init__(self):
-        self.parts: dict[tuple[str, str], dict] = defaultdict(lambda: defaultdict(float))
+        self.parts: dict[str, dict] = defaultdict(lambda: defaultdict(dict))
         self.totals: Counter = Counter()
 
     def add(self, kind: str, detail: str, cause: Cause, length: float) -> None:
         """Add nanoseconds that the rank spent for a cause."""
-        self.parts[kind, detail][cause] += length
+        part = self.parts[kind][detail]
+        part[cause] = part.get(cause, 0) + length
         self.totals[kind] += length
 
     def more_than(self, other: Work, length: float) -> dict[Cause, float]:
@@ -98,10 +99,8 @@ class Work:
         If there are more parts, though none is longer than its counterpart, all of them.
         """
         found, whole = {}, {}
-        for key, causes in self.parts.items():
-            if key[0] != kind:
-                continue
-            same = _by_words(other.parts.get(key, {}))
+        for detail, causes in self.parts[kind].items():
+            same = _by_words(other.parts[kind][detail])
             like = sum(same.values()) / max(len(same), 1)  # such as another stage's layer
             here = _by_words(causes)  # causes that do the same, such as both directions of a link
             for cause, time in causes.items():
@@ -271,22 +270,18 @@ class Causes:
 
         Time between two operations belongs to the layer of the second.
         """
-        now, operations, span = segment.start, self.operations[rank], segment.span
-        layers: dict[str, int] = {}
+        operations, layers, (now, last, kind, span, _) = self.operations[rank], {}, segment
         first = max(0, bisect_right(operations, now, key=itemgetter(0)) - 1)
-        for place in range(first, len(operations)):
-            start, end, layer = operations[place]
-            if start >= span.end_ns or now >= segment.end:
-                break
-            if end > now:
-                until = min(end, segment.end)
+        stop = bisect_left(operations, span.end_ns, key=itemgetter(0))
+        for _, end, layer in operations[first:stop]:
+            until = min(end, last)
+            if until > now:
                 layers[layer] = layers.get(layer, 0) + until - now
                 now = until
-        layers[""] = segment.end - now
+        layers[""] = last - now
         for layer, length in layers.items():
             if length > 0:
-                cause = self._computing(rank, segment.kind, span.stage, layer)
-                work.add("compute", *cause, length)
+                work.add("compute", *self._computing(rank, kind, span.stage, layer), length)
 
     def _computing(self, rank: int, kind: str, stage: int, layer: str) -> tuple:
         """Return by what a layer's part of a pass is comparable, and its cause."""
