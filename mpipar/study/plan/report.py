@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import textwrap
+from collections import Counter
 from importlib.resources import files
 from itertools import zip_longest
 from typing import NamedTuple
@@ -19,7 +20,14 @@ from mpipar.study.plan.job import Layout, utilization
 from mpipar.study.plan.memory import GIB
 from mpipar.study.plan.model import Step, step_time
 from mpipar.study.plan.of_config import config_of
-from mpipar.study.plan.search import Candidate, Plan, Question, nodes_of_data, search
+from mpipar.study.plan.search import (
+    Candidate,
+    Plan,
+    Question,
+    fewest_nodes_first,
+    nodes_of_data,
+    search,
+)
 
 PARTS = {
     "products": "matmuls",
@@ -135,8 +143,11 @@ def words_of(one: Layout) -> str:
 
 def parts_table(best: Candidate) -> str:
     """Return the step's seconds by part, and what fills the fullest rank."""
-    time = [(PARTS[name], one) for name, one in best.step._asdict().items() if one > 0]
-    rows = [(name, f"{one:.3g}", f"{100 * one / best.step.total:.1f} %") for name, one in time]
+    rows = [
+        (PARTS[name], f"{one:.3g}", f"{100 * one / best.step.total:.1f} %")
+        for name, one in best.step._asdict().items()
+        if one > 0
+    ]
     held = [(name, f"{one / GIB:.2f}") for name, one in best.memory._asdict().items()]
     both = [(*left, *right[:2]) for left, right in zip_longest(rows, held, fillvalue=("", "", ""))]
     return table([("a step's seconds", "", "", "GiB of the fullest rank", ""), *both])
@@ -145,16 +156,15 @@ def parts_table(best: Candidate) -> str:
 def ranking(question: Question, plan: Plan) -> str:
     """Return the layouts with the model's step, memory and the reason why they are not first."""
     rows = [("model's s a step", "MFU %", "GiB", "layout: why not first")]
-    for number, one in enumerate(plan.best):
-        reason = f": {why_not(question, plan.best[0], one)}" if number else ""
-        rows.append(
-            (
-                f"{one.step.modelled:.4g}",
-                f"{100 * mfu(question, one):.1f}",
-                f"{one.memory.total / GIB:.1f}",
-                words_of(one.layout) + reason,
-            )
+    rows += [
+        (
+            f"{one.step.modelled:.4g}",
+            f"{100 * mfu(question, one):.1f}",
+            f"{one.memory.total / GIB:.1f}",
+            words_of(one.layout) + (f": {why_not(question, plan.best[0], one)}" if number else ""),
         )
+        for number, one in enumerate(plan.best)
+    ]
     return table_with_words(rows, left=0)
 
 
@@ -172,28 +182,31 @@ def why_not(question: Question, first: Candidate, other: Candidate) -> str:
 
 
 def sensitivity(question: Question, plan: Plan) -> str:
-    """Return what the step would be, and which layout would be first, on slower links."""
+    """Return what the step would be on slower links, and which grid's best would be first."""
     lines = []
     for name, change in SLOWER.items():
         if question.ranks <= (question.machine.per_node if "outer" in change else 1):
             continue
         asked = question._replace(machine=question.machine.with_links(**change))
-        layout, best = plan.best[0].layout, search(asked, 1).best[0]
-        same = step_time(question.shape, layout, asked.machine, question.stack).modelled
+        again = [
+            one._replace(step=step_time(asked.shape, one.layout, asked.machine, asked.stack))
+            for one in (*plan.best, *plan.others)
+        ]
+        best = fewest_nodes_first(asked, again, Counter())[0]
         then = (
             "it stays first"
-            if best.layout == layout
+            if best.layout == plan.best[0].layout
             else f"first is {words_of(best.layout)} with {best.step.modelled:.4g} s"
         )
-        text = f"with {name} its step takes {same:.4g} s by the model, and {then}"
+        text = f"with {name} its step takes {again[0].step.modelled:.4g} s by the model, and {then}"
         lines.append(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     return "\n".join(lines)
 
 
 def rejections(plan: Plan) -> str:
     """Return how many layouts were weighed, and how many left out, by reason."""
-    rows = [(f"{plan.seen:,} layouts weighed; not taken", "")]
-    return table([*rows, *((reason, f"{count:,}") for reason, count in plan.rejected.items())])
+    rows = [(reason, f"{count:,}") for reason, count in plan.rejected.items()]
+    return table([(f"{plan.seen:,} layouts weighed; not taken", ""), *rows])
 
 
 def impossible(question: Question, plan: Plan) -> str:
@@ -256,12 +269,12 @@ def confidence(question: Question, best: Candidate) -> str:
     )
     if question.shape.experts:
         return f"{line}\nno published step here is of a model with experts"
-    rows = [("published runs that are most like it", "measured s", "MFU %", "source")]
-    rows += [
+    rows = [
         (one["job"], one["step_s"], one["mfu_percent"], one["source"])
         for one in nearest_runs(question, best.layout)
     ]
-    return f"{line}\n{table_with_words(rows)}"
+    head = ("published runs that are most like it", "measured s", "MFU %", "source")
+    return f"{line}\n{table_with_words([head, *rows])}"
 
 
 def nearest_runs(question: Question, layout: Layout, count: int = 3) -> list[dict[str, str]]:

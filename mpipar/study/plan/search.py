@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -60,12 +60,14 @@ class Candidate(NamedTuple):
 class Plan(NamedTuple):
     """The answer: the best layouts, best first, and the number of rejected ones by reason.
 
-    seen: layouts that were weighed; those that their grid's best surely beats are not. least: the
-    layout that is closest to fitting, if none does. tied: the layout that the model finds fastest,
-    if one within its error is first for its smaller data groups.
+    others: the best of further grids. seen: layouts that were weighed; those that their grid's best
+    surely beats are not. least: the layout that is closest to fitting, if none does. tied: the
+    layout that the model finds fastest, if one within its error is first for its smaller data
+    groups.
     """
 
     best: list[Candidate]
+    others: list[Candidate]
     seen: int
     rejected: dict[str, int]
     least: Candidate | None
@@ -182,11 +184,11 @@ def search(question: Question, count: int = 5) -> Plan:
                 continue
             rejected["does not fit in memory"] += 1
             least = min(least or candidate, candidate, key=lambda one: one.memory.total)
-    ranked = sorted(best.values(), key=lambda one: one.step.modelled)
-    chosen = fewest_nodes_first(question, ranked, rejected)
+    chosen = fewest_nodes_first(question, best.values(), rejected)
     fastest = min(chosen, key=lambda one: one.step.modelled, default=None)
     return Plan(
         chosen[:count],
+        chosen[count:],
         seen,
         dict(rejected.most_common()),
         None if chosen else least,
@@ -206,12 +208,13 @@ def nodes_of_data(question: Question, layout: Layout) -> int:
 
 
 def fewest_nodes_first(
-    question: Question, ranked: list[Candidate], rejected: Counter
+    question: Question, found: Iterable[Candidate], rejected: Counter
 ) -> list[Candidate]:
-    """Return candidates, in front the one of fewest nodes of those as fast as the fastest.
+    """Return candidates by time, in front the one of fewest nodes of those as fast as the fastest.
 
     Its memory is that of mpipar's own step, on shapes; what does not fit is removed.
     """
+    ranked = sorted(found, key=lambda one: one.step.modelled)
     while ranked:
         close = ranked[0].step.modelled * (1 + question.stack.spread / 100)
         near = [one for one in ranked if one.step.modelled <= close]
@@ -229,7 +232,7 @@ def fewest_nodes_first(
 def with_own_step(question: Question, named: Config) -> Question:
     """Return the question with the memory of mpipar's own step. named: names the model.
 
-    Slower links change no memory, so searches for them find the same layouts measured.
+    A layout is asked about once, since slower links change no memory.
     """
     return question._replace(on_shapes=cache(partial(memory_on_shapes, named, question)))
 
