@@ -7,7 +7,7 @@ from pathlib import Path
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
 from mpipar.errors import EXIT_OK, UsageError
-from mpipar.run.console.tables import WIDTH, table
+from mpipar.run.console.tables import WIDTH, table, table_with_words
 from mpipar.run.files.text import counted, harmless
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules.bubble import bubble_table
@@ -115,7 +115,7 @@ def print_waits(analysis: Analysis) -> None:
     print("\nwhat others waited for, ms per step (waiting summed over ranks):")
     print(table(cause_cells(analysis, MOST)) if analysis.costs else "no rank waited")
     print("\nby barrier, ms per step (summed over ranks), and how often a rank was last:")
-    print(table(barrier_cells(analysis), left=2))
+    print(table_with_words(barrier_cells(analysis), left=2))
 
 
 COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments, problems=problems)
