@@ -38,8 +38,14 @@ class Load(NamedTuple):
     rows: list[int]
 
 
-# By the letter that begins a line after the head; `site` and `cut` of a record are indices of sites
-LINES = {"r": Record, "s": Span, "o": LayerOperation, "e": Load}
+# By the letter that begins a line after the head: the list of a RankTrace that it belongs to, and
+# its type. `site` and `cut` of a record are indices of sites.
+LINES = {
+    "r": ("records", Record),
+    "s": ("spans", Span),
+    "o": ("operations", LayerOperation),
+    "e": ("loads", Load),
+}
 
 
 @dataclass
@@ -75,10 +81,6 @@ class RankTrace:
     @property
     def end(self) -> int:
         return self.steps[-1][2]
-
-    def by_letter(self) -> dict[str, list]:
-        """Return the lists that the lines of its file fill: see LINES."""
-        return {"r": self.records, "s": self.spans, "o": self.operations, "e": self.loads}
 
 
 @dataclass(frozen=True)

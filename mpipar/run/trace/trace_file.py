@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpipar.comm.record import Record, Span
+from mpipar.comm.record import Record
 from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
@@ -35,8 +35,6 @@ from mpipar.run.files.text import brief, shown
 from mpipar.run.trace.clock import CommonClock
 from mpipar.run.trace.contents import (
     LINES,
-    LayerOperation,
-    Load,
     Meta,
     RankTrace,
     ScheduleFacts,
@@ -183,21 +181,13 @@ def write_rank(folder: Path, head: dict, records, spans, operations, loads=()) -
     head = {
         "mpipar_trace": SCHEMA,
         **head,
-        "fields": Record._fields,
-        "span_fields": Span._fields,
-        "operation_fields": LayerOperation._fields,
-        "load_fields": Load._fields,
+        "fields": {letter: kind._fields for letter, (_, kind) in LINES.items()},
         "sites": list(sites),
         "lines": sum(map(len, (records, spans, operations, loads))),
     }
-    lines = itertools.chain(
-        [head],
-        (
-            [letter, *entry]
-            for letter, entries in (("r", rows), ("s", spans), ("o", operations), ("e", loads))
-            for entry in entries
-        ),
-    )
+    lists = zip(LINES, (rows, spans, operations, loads), strict=True)
+    written = ([letter, *one] for letter, found in lists for one in found)
+    lines = itertools.chain([head], written)
     replace_file(
         rank_name(head["world_rank"]),
         (f"{json.dumps(line)}\n".encode() for line in lines),
@@ -320,7 +310,7 @@ def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, str]:
 def _fill(path: Path, trace: RankTrace, lines: str, move: Callable[[int], int]) -> None:
     """Add what the lines after the head say to a rank's trace. move: translates its times."""
     rows: dict[str, list[list]] = defaultdict(list)
-    lists, done = trace.by_letter(), 1 + DONE
+    done = 1 + DONE
     try:
         if "\\" in lines:
             raise ValueError("an escape, which no line of a trace has")
@@ -330,7 +320,7 @@ def _fill(path: Path, trace: RankTrace, lines: str, move: Callable[[int], int]) 
             if not row[done]:  # the rank failed in it, or before its wait
                 row[done - 1 : done + 1] = row[done - 1] or trace.end, trace.end
         for letter, found in rows.items():
-            kind = LINES[letter]
+            wanted, kind = LINES[letter]
             columns = dict(zip(("", *kind._fields), zip(*found, strict=True), strict=True))
             del columns[""]  # the letters
             for name, column in columns.items():
@@ -338,7 +328,7 @@ def _fill(path: Path, trace: RankTrace, lines: str, move: Callable[[int], int]) 
                     columns[name] = map(trace.sites.__getitem__, column)
                 elif name.endswith("_ns"):
                     columns[name] = map(move, column)
-            lists[letter].extend(map(kind, *columns.values()))
+            getattr(trace, wanted).extend(map(kind, *columns.values()))
     except (ValueError, TypeError, LookupError, ArithmeticError) as error:
         raise DataError(f"{path}: not a trace: {brief(str(error), 300)}") from None
     trace.steps = tuple((step, move(start), move(end)) for step, start, end in trace.steps)
