@@ -111,7 +111,7 @@ def test_both_directions_of_a_link_are_the_same_work():
     other.add("transfer", what, causes.Cause("transfer", (1, 0), what), 2738)
     found = own.more_than(other, 1000.0)
     assert sum(found.values()) == pytest.approx(1000)
-    assert [found[cause] for cause in own.parts["transfer", what]] == pytest.approx(
+    assert [found[cause] for cause in own.parts["transfer"][what]] == pytest.approx(
         [566, 434], abs=1
     )
 
