@@ -37,7 +37,7 @@ for pool in blas.pools():
         os.environ.setdefault(blas.VARIABLE, pool["architecture"])
 
 cuda_host.build_folder()  # so that all processes of the tests share it
-pytest_plugins = ["costs", "fault_table"]
+pytest_plugins = ["fault_table"]
 EQUAL = Path(__file__).parent / "equal"
 LONGEST = "tests/test_mpi_sessions.py::test_slow_session[4]"  # as long as all other sessions
 

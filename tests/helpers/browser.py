@@ -146,15 +146,8 @@ class Browser:
             ]
         self._post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
-    def paper(self) -> bytes:
-        """Return the page as PDF, on A4."""
-        return base64.b64decode(self._post("/print", {"page": {"width": 21, "height": 29.7}}))
-
-    def picture(self, path: Path, *, whole: bool = True, height: float | None = None) -> None:
-        """Save the whole page, its first pixels, or its visible part, as PNG."""
-        if not whole:
-            path.write_bytes(base64.b64decode(self._post("/screenshot", method="GET")))
-            return
+    def picture(self, path: Path, *, height: float | None = None) -> None:
+        """Save the whole page or its first pixels as PNG."""
         box = self.run("const d = document.documentElement;return [innerWidth, d.scrollHeight];")
         clip = {"x": 0, "y": 0, "width": box[0], "height": height or box[1], "scale": 1}
         answer = self._post(

@@ -3,17 +3,6 @@
 from trace_cases import blocking, record, span, trace
 
 HOOK = "document.getElementById('base').getBoundingClientRect()"
-# Where the pointer has to be for a call of a rank: the middle of its wait.
-PLACE = f"""
-const [rank, index] = arguments, call = timeline.data.ranks[rank].calls[index], box = {HOOK};
-const [top, height] = timeline.lane(rank, "calls");
-return [box.x + timeline.x(call[0] + call[1] / 2), box.y + top + height / 3];
-"""
-# How many slices the page has.
-COUNT = """
-return timeline.data.ranks.reduce((sum, rank) =>
-  sum + timeline.lanes.reduce((all, lane) => all + rank[lane].length, 0), 0);
-"""
 
 
 def example():

@@ -133,7 +133,20 @@ def test_vet_needs_three_ranks():
 
 def test_a_signal_leaves_whole_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
-    command = [find_launcher(), "-n", "2", *NET, "-e", "1024", "-n", "1000", "--json", str(path)]
+    command = [
+        find_launcher(),
+        "-n",
+        "2",
+        *NET,
+        "-b",
+        "64",
+        "-e",
+        "64",
+        "-n",
+        "100",
+        "--json",
+        str(path),
+    ]
     job = subprocess.Popen(
         command, env={**os.environ, **OVERSUBSCRIBED, **ENV}, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ from bench.kernels.floors import counted
 from docs.build import __main__ as program
 from docs.build import commands, floors, measured, pages, pictures, places, reading_path
 from docs.build.blocks import PageError, blocks_of, update
+from docs.build.pictures.boxes import hops
 from mpipar.errors import DataError
 from mpipar.study.explain.predict import predict
 
@@ -99,6 +100,13 @@ def test_every_picture_belongs_to_a_page():
     }
 
 
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_picture_of_a_ring_adds_everything(size):
+    states = hops(size)
+    assert states[0][0] == [[10**rank] * size for rank in range(size)]
+    assert states[-1][0] == [[sum(10**rank for rank in range(size))] * size] * size
+
+
 # --- blocks
 
 
@@ -108,17 +116,6 @@ def workplace():
         yield one
 
 
-def test_a_command_and_its_output(workplace):
-    page = written(
-        "<!-- run: mpipar schedule naive --pp 2 :: from ^time :: lines 1:5 -->",
-        "old",
-        workplace=workplace,
-    )
-    assert "```bash\nmpipar schedule naive --pp 2\n```" in page
-    assert "...\ntime" in page
-    assert "old" not in page
-
-
 def test_the_same_command_runs_once_in_one_folder(workplace):
     assert workplace.run("python mine.py && echo more > file") == (0, "mine\n")
     assert workplace.run("cat file") == (0, "more\n")
@@ -126,37 +123,6 @@ def test_the_same_command_runs_once_in_one_folder(workplace):
     assert workplace.run("cat file") == (0, "more\n")
     workplace.close()
     assert not workplace.folder().joinpath("file").exists()
-
-
-def test_typed_commands_come_in_order():
-    page = (
-        "```bash\nmpipar doctor  # what it shows\nmpipar plan a \\\n    --ranks 4\n```\n"
-        "```bash not-run\npip install mpipar\n```\n```text\nls\n```\n```bash\nls\n```\n"
-    )
-    assert commands.typed(page) == ["mpipar doctor", "mpipar plan a --ranks 4", "ls"]
-
-
-def test_functions_are_listed_by_name():
-    page = written("<!-- code: mpipar/layers/parallel/chunks.py join pad :: no docstring -->")
-    assert "def join(ops: Ops, pieces: Array, axis: int, length: int) -> Array:\n    if" in page
-    assert "\n\n\ndef pad(" in page
-    assert "From [mpipar/layers/parallel/chunks.py](../mpipar/layers/parallel/chunks.py)." in page
-    method = written("<!-- code: docs/build/blocks.py Block.problem -->")
-    assert "\n```python\ndef problem(self" in method
-
-
-def test_columns_and_rows_of_a_result_are_chosen():
-    page = written(
-        "<!-- result: bench/results/claims_memory.json where layout=tp 2"
-        " :: columns layout,peak_MiB -->"
-    )
-    rows = json.loads((REPOSITORY / "bench" / "results" / "claims_memory.json").read_text())["rows"]
-    (peak,) = (row["peak_MiB"] for row in rows if row["layout"] == "tp 2")
-    assert [line for line in page.splitlines() if line.startswith("|")] == [
-        "| layout | peak_MiB |",
-        "| --- | --- |",
-        f"| tp 2 | {peak:.3g} |",
-    ]
 
 
 def test_what_a_step_moves_and_computes_follows_from_its_shapes():
@@ -234,11 +200,6 @@ def test_a_block_without_an_end_is_refused():
         update(PAGE, "<!-- table: tour -->\n<!-- table: path -->\n", lambda block: block.body)
 
 
-def test_a_block_in_a_listing_is_text():
-    page = "```text\n<!-- table: tour -->\n```\n"
-    assert pages.write_page(PAGE, page, None) == {PAGE: page}
-
-
 # --- measured outputs
 
 
@@ -275,22 +236,3 @@ def test_check_names_the_page_that_is_out_of_date(tmp_path, monkeypatch, capsys)
     page.write_text("<!-- made: up -->\n<!-- end -->\n")
     assert program.main([str(page)]) == 1
     assert "page.md:1:" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("argv", "message"), [
-    (["none.md"], "none.md: no such page; name README.md"),
-    (["docs"], "docs: no such page"),
-    (["/page.md"], "/page.md: no such page"),
-    (["measure"], "name a FILE.json"),
-])  # fmt: skip
-def test_what_is_no_page_is_refused(argv, message, capsys):
-    assert program.main(argv) == 1
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", [b"[]", b"{}", b"\xff", b""])
-def test_what_is_no_measured_file_is_refused(text, tmp_path, capsys):
-    file = tmp_path / "one.json"
-    file.write_bytes(text)
-    assert program.main(["measure", str(file)]) == 1
-    assert f"{file}: is " in capsys.readouterr().err

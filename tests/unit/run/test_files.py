@@ -17,16 +17,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import assert_refused, at_once, printed
+from in_process import assert_refused, at_once
 from safetensors.numpy import save, save_file
 
-from mpipar.config.model import ModelConfig
 from mpipar.errors import DataError, UsageError
 from mpipar.run.checkpoint.tensor_file import NUMBERS, entries, open_tensors
-from mpipar.run.console.tables import describe_model
 from mpipar.run.files import bounded
 from mpipar.run.files.recognize import recognize
-from mpipar.run.files.text import counted, harmless, printable, shown
+from mpipar.run.files.text import harmless, printable, shown
 
 MANY = 400_000
 
@@ -138,19 +136,6 @@ def test_text_that_a_terminal_would_obey_is_spelled_out():
     assert printable("\x07\u20ac") == "\\x07\u20ac"
     assert shown("\x1b" + "x" * 1000, 10) == "'\\x1bxxxxx..."
     assert shown(["a"]) == "['a']"
-
-
-def test_one_of_a_thing_has_no_plural():
-    assert [counted(count, "microbatch") for count in (0, 1, 2)] == [
-        "0 microbatches",
-        "1 microbatch",
-        "2 microbatches",
-    ]
-    assert [counted(count, "traced row") for count in (1, 4)] == ["1 traced row", "4 traced rows"]
-    one = ModelConfig(layers=1, heads=1)
-    assert describe_model(one).startswith("1 layer, D 128, 1 head, F 512")
-    text = printed("explain", "--num-microbatches", 1, "--batch-size", 1)
-    assert "one step of 1f1b, 1 microbatch of 1 row, float32\n" in text
 
 
 # --- A file is named by its first bytes before it is parsed

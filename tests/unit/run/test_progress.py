@@ -1,6 +1,5 @@
 """The progress line, which rewrites itself: what the screen shows, and that nothing is mangled."""
 
-import errno
 import fcntl
 import io
 import os
@@ -16,7 +15,7 @@ from program import LIMIT, PROGRAM, environment
 from short_runs import TINY
 
 from mpipar.run.console import progress as progress_module
-from mpipar.run.console.output import Log, warn
+from mpipar.run.console.output import Log
 from mpipar.run.console.progress import progress
 
 
@@ -76,27 +75,6 @@ def test_the_emulator_sees_a_mangled_line(open_terminal):
         assert not shown(terminal)[0].startswith("short")
 
 
-def test_threads_do_not_mix_their_texts(open_terminal):
-    """Steps in one thread, warnings in three others: each line is whole."""
-    terminal = open_terminal()
-    with at_once(200) as line:
-
-        def warns(name):
-            for number in range(50):
-                warn(f"{name} {number}")
-
-        threads = [threading.Thread(target=warns, args=(name,)) for name in "abc"]
-        for thread in threads:
-            thread.start()
-        for _ in range(200):
-            line.update()
-        for thread in threads:
-            thread.join()
-    assert sorted(filter(None, shown(terminal))) == sorted(
-        f"mpipar: warning: {name} {number}" for name in "abc" for number in range(50)
-    )
-
-
 class Pipe(io.StringIO):
     encoding = "utf-8"
 
@@ -142,20 +120,6 @@ def test_when_steps_have_a_line(rank, term, kind, taken, open_terminal, monkeypa
     with log.steps(0, 9):
         assert (log.line is not None) == taken
     assert log.line is None
-
-
-@pytest.mark.parametrize("kind", [Terminal, Pipe])
-def test_a_reader_that_is_gone_ends_nothing(kind, open_terminal, monkeypatch):
-    def gone(self, text):
-        raise OSError(errno.EIO if kind is Terminal else errno.EPIPE, "gone")
-
-    open_terminal(kind())
-    monkeypatch.setattr(progress_module, "SECONDS", 0)
-    with at_once() as line:
-        line.update()
-        monkeypatch.setattr(kind, "write", gone)
-        line.update()
-        warn("nobody reads this")
 
 
 # --- a run in a pseudo-terminal
