@@ -19,7 +19,7 @@ CORE = [
         "layers/test_cuts",
         "layers/test_experts",
         "train/test_broken_twins",
-        "train/test_equivalence",
+        "train/test_law",
         "pipeline/test_every_schedule",
         "comm/test_records",
     )

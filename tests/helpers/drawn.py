@@ -1,22 +1,32 @@
-"""Cases of the law of equality, drawn at random so that every two legal values meet.
+"""Cases of the law of equality, drawn at random so that every two values meet.
+
+    python tests/helpers/drawn.py  # draws them into drawn.json, which takes minutes
 
 mpipar itself decides what is legal together. Where it refuses a draw, choices fall back to their
-first value, one after the other.
+first value, one after the other. A case is a row of letters: the places of its values.
 """
 
 import itertools
+import json
+import string
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 from small_model import EXPERTS, MODEL, small_config
 
 from mpipar.config.model import ModelConfig, model_config
+from mpipar.config.resolve import resolve
 from mpipar.config.run import SUMS
 from mpipar.errors import UserError
 from mpipar.models import decoder
 from mpipar.pipeline.schedules.catalog import SCHEDULES
+from mpipar.run.combinations import RULES
 
-DRAWS = 1200
+FILE = Path(__file__).with_name("drawn.json")
+LETTERS = string.digits + string.ascii_lowercase
+DRAWS = 250
+MOST = {1: 40, 3: 40, 8: 40}  # cases; sessions of 2 and 4 ranks have every pair
 WIDE = 181  # the width at which a block of the small model has three times the FLOPs
 
 
@@ -117,7 +127,8 @@ def shapes(size):
 
 def is_legal(case):
     try:
-        config_of(case)
+        config = config_of(case)
+        resolve(config, config.grid.num_ranks, rules=RULES, csv=None, machine=None)
     except UserError:
         return False
     return True
@@ -141,10 +152,11 @@ def pairs_of(case):
     return set(itertools.combinations([(name, value) for name, value in case.items()], 2))
 
 
-def cases(size):
+def draw(size):
     """Cases for so many ranks: every two values that meet in a draw; most new pairs first."""
     rng = np.random.default_rng(size)
-    found = [case for case in (drawn(size, rng) for _ in range(DRAWS)) if is_legal(case)]
+    draws = DRAWS // 8 if size in MOST else DRAWS
+    found = [case for case in (drawn(size, rng) for _ in range(draws)) if is_legal(case)]
     missing = [(case, pairs_of(case)) for case in found]
     seen, chosen = set(), []
     while missing:
@@ -152,7 +164,34 @@ def cases(size):
         chosen.append(case)
         seen |= pairs_of(case)
         missing = [(one, pairs) for one, pairs in missing if pairs - seen]
-    return chosen
+    return chosen[: MOST.get(size)]
+
+
+def described():
+    """What the letters stand for: {choice: values in words}."""
+    return {name: ", ".join(map(repr, values)) for name, values in CHOICES.items()}
+
+
+def row_of(case, size):
+    places = [shapes(size).index((case["layout"], case["cp_size"]))]
+    places += [values.index(case[name]) for name, values in CHOICES.items()]
+    return "".join(LETTERS[place] for place in places)
+
+
+def cases(size):
+    """The kept cases for so many ranks."""
+    kept = json.loads(FILE.read_text())
+    assert kept["choices"] == described(), "drawn for other choices; run tests/helpers/drawn.py"
+    found = []
+    for row in kept.get(str(size), []):
+        place, *places = map(LETTERS.index, row)
+        layout, cp = shapes(size)[place]
+        values = {
+            name: choice[place]
+            for (name, choice), place in zip(CHOICES.items(), places, strict=True)
+        }
+        found.append({"layout": layout, "cp_size": cp} | values)
+    return found
 
 
 def text_of(case):
@@ -166,3 +205,14 @@ def text_of(case):
             if name in CHOICES and value != CHOICES[name][0]
         ]
     )
+
+
+def main():
+    decoder.BLOCKS.update(ROWS)
+    kept = {"choices": described()}
+    kept |= {size: [row_of(case, size) for case in draw(size)] for size in (1, 2, 3, 4, 8)}
+    FILE.write_text(json.dumps(kept, indent=0) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
-"""Every schedule trains: its gradients and weights equal one rank's.
+"""Every schedule: ties of embedding and head, predicted records, postponed weight gradients.
 
-Cases have tp and dp, tied weights, and synchronous sends.
+That its gradients and weights equal one rank's is in train/test_law.py.
 """
 
 import functools
@@ -10,7 +10,6 @@ import pytest
 from small_model import (
     MODEL,
     WORLD,
-    assert_equals_known,
     real_step,
     slow_unless,
     small_config,
@@ -57,16 +56,6 @@ FULL = [
     for layout in HERE
     if counts(name, layout)
 ]
-CASES = (
-    FULL
-    if WORLD.size == 8
-    else [(name, layout, m) for name, layout, _ in FULL for m in counts(name, layout)]
-)
-of_each_placement = pytest.mark.parametrize(
-    ("name", "layout", "num_microbatches"),
-    slow_unless(lambda name, *_: name in ONE_OF_EACH_PLACEMENT, FULL),
-    ids=str,
-)
 of_every_schedule = pytest.mark.parametrize(
     ("name", "layout", "num_microbatches"),
     slow_unless(
@@ -74,27 +63,6 @@ of_every_schedule = pytest.mark.parametrize(
     ),
     ids=str,
 )
-
-
-@pytest.mark.parametrize(
-    ("name", "layout", "num_microbatches"),
-    slow_unless(
-        lambda name, layout, m: (
-            (layout == PIPELINE_ALONE and m in (1, enough(name, layout)))
-            or (name in ONE_OF_EACH_PLACEMENT and m == enough(name, layout))
-        ),
-        CASES,
-    ),
-    ids=str,
-)
-def test_schedule_equals_one_rank(name, layout, num_microbatches):
-    """By default with a full pipeline, and with one microbatch where there is nothing else."""
-    assert_equals_known(config_for(name, layout, num_microbatches))
-
-
-@of_each_placement
-def test_schedule_equals_one_rank_untied(name, layout, num_microbatches):
-    assert_equals_known(config_for(name, layout, num_microbatches, tied=False))
 
 
 one_step = functools.cache(real_step)  # the same for every test that looks at it

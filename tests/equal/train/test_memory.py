@@ -1,7 +1,4 @@
-"""ZeRO and activation recomputation: every layout equals one rank, and sends what is predicted.
-
-It keeps as many bytes less as are predicted, and the comparison finds planted bugs.
-"""
+"""ZeRO and activation recomputation: what is sent and saved is predicted; planted bugs are seen."""
 
 from dataclasses import replace
 
@@ -11,7 +8,6 @@ from small_model import MODEL as ODD
 from small_model import (
     WORLD,
     assert_caught,
-    assert_equals_known,
     assert_records_predicted,
     assert_saved,
     called,
@@ -111,11 +107,6 @@ def cases(some):
 def config_for(case, num_microbatches=4, **more):
     layout, cp, schedule, model, memory = case
     return small_config(layout, num_microbatches, model, cp=cp, schedule=schedule, **memory, **more)
-
-
-@cases([*AGAIN, *ZERO])
-def test_layout_equals_one_rank(case):
-    assert_equals_known(config_for(case))
 
 
 @cases([*AGAIN, *ZERO, *(EVERY if WORLD.size == 4 else ())])
