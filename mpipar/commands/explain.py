@@ -166,6 +166,8 @@ def print_rank(config, schedule, prediction, every_call: bool) -> None:
             print(f"{in_order(prediction, config)}\n")
         print(f"by name, per step:\n{barriers([counters(prediction)], 1, timed=False)}\n\n{FORMS}")
         print(closed_forms(prediction, config, schedule, split, grid))
+    if prediction.gram_sums is not None:
+        print(f"\n{muon_forms(prediction)}")
     print("\nparameters, and what a block keeps of one microbatch, beside the closed forms:")
     print(f"{memory_forms(prediction, config)}\n\n{formulas.legend(config)}")
     flops = [f"{phase} {short_count(count)}" for phase, count in prediction.flops.items()]
@@ -271,6 +273,23 @@ def memory_forms(prediction, config) -> str:
         for label, (text, size) in (forms | parts).items()
     ]
     return table_with_words([("", "bytes", "closed form", ""), *rows])
+
+
+def muon_forms(prediction) -> str:
+    """Return what Muon sends and computes, beside what it would if no matrix were gathered."""
+    own = [one for one in prediction.recorder.records if one.name.startswith("muon.")]
+    sent = sum(one.wire_bytes for one in own)
+    ways = (
+        ("each matrix whole at a home", len(own), sent, prediction.flops.get("opt", 0)),
+        ("Gram matrices of parts summed (not built)", *prediction.gram_sums),
+    )
+    return table(
+        [
+            ("muon, per step", "calls", "sent", "FLOPs"),
+            *((way, calls, nbytes(sent), short_count(flops)) for way, calls, sent, flops in ways),
+        ],
+        left=1,
+    )
 
 
 COMMAND = Command(

@@ -28,6 +28,7 @@ from typing import ClassVar
 
 from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.groups import Comms
+from mpipar.comm.record import wire_bytes
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Param
@@ -70,6 +71,16 @@ class Unit:
         self.count = self.sizes.get("s", 1)
         self.low, self.high = sorted((self.sizes["i"], self.sizes["o"]))
         self.flops = self.count * STEPS * (4 * self.low**2 * self.high + 2 * self.low**3)
+
+    @property
+    def gram_sides(self) -> tuple[int, int]:
+        """The rows of a Gram matrix that a sum over the parts gives, and the side that is cut."""
+        lead = len(self.param.axes) - len(self.shape)
+        cut = [self.param.axes[axis] for axis in self.param.placement.values() if axis >= lead]
+        sides = self.low, self.high  # uncut, or by ZeRO alone
+        if cut:
+            sides = self.sizes["i" if cut[0] == "o" else "o"], self.sizes[cut[0]]
+        return sides
 
     def routes(self, peer: int, k: int, places: Places) -> Iterator[Route]:
         """Yield the Routes of what the ranks at some places update, for unit number k."""
@@ -200,6 +211,25 @@ class Muon(Sgd):
             unit = self.units[k]
             for place in self.holders(unit):
                 yield from unit.routes(place, k, self.places(unit.groups, place))
+
+    def gram_sums(self) -> tuple[int, int, int]:
+        """Return (calls, bytes sent, FLOPs) of this rank if all matrices stayed cut: not built.
+
+        X X^T over the side that is cut is a sum of what the parts give. So the ranks that hold the
+        parts of a matrix could sum that in each step, and once its squared norm; then each goes on
+        with its part, and all of them compute the polynomial. What ZeRO shards would have to be cut
+        along the same side.
+        """
+        calls = sent = flops = 0
+        for unit in self.units:
+            if self.places(unit.at, self.comm.index) == unit.at:
+                parts = len(unit.shards) * math.prod(map(self.grid.size, unit.sharding))
+                side, other = unit.gram_sides
+                calls += unit.count * (STEPS + 1) * (parts > 1)
+                payload = (STEPS * side**2 + 1) * self.ops.statistics.itemsize
+                sent += unit.count * wire_bytes("all_reduce", payload, parts)
+                flops += unit.count * STEPS * (4 * side**2 * other // parts + 2 * side**3)
+        return calls, sent, flops
 
     def prepare(self) -> None:
         """Replace the gradients of all matrices by their momentum, orthogonalized and scaled.

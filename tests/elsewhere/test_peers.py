@@ -11,9 +11,12 @@ from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.layers.stash import Batch
 from mpipar.ops import make
+from mpipar.train.optim import learning_rate
 from mpipar.train.worker import Worker
 
 pytest.importorskip("torch", reason="peers: PyTorch is not installed")
+
+import torch
 
 from bench.step.torch_decoder import TorchDecoder
 
@@ -128,3 +131,57 @@ def test_another_setting_would_be_seen(what, rng):
         ours.train_step(step, get_batch)
     with pytest.raises(AssertionError, match="difference"):
         assert_all_close({param.name: param.data for param in params}, theirs.weights(), TOL)
+
+
+def matrices_of(name, x):
+    """The hidden matrices of a tensor, as views (rows, columns) of x; [] of what AdamW updates."""
+    if x.ndim < 2 or not (name.startswith("block") and name.endswith(".w")):
+        return []
+    if name.endswith("attn.qkv.w"):  # (D, 3, H, d)
+        return [x[:, k].reshape(len(x), -1) for k in range(3)]
+    if name.endswith("attn.proj.w") and x.shape[0] > x.shape[1]:  # (D, H, d)
+        return [x.reshape(len(x), -1)]
+    return [x.reshape(-1, x.shape[-1])]  # (H, d, D), or two dimensions
+
+
+def in_float64(grad, coefficients, steps, eps):
+    """PyTorch's iteration, which rounds to bfloat16, without that."""
+    a, b, c = coefficients
+    x = grad.T if len(grad) > grad.shape[1] else grad
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if len(grad) > grad.shape[1] else x
+
+
+@pytest.mark.parametrize("shape", ["odd", "llama"])
+def test_muon_is_that_of_pytorch(shape, rng, monkeypatch):
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", in_float64)
+    ours, params, get_batch, _ = both_sides(
+        rng, optimizer="muon", clip=0.0, weight_decay=0.3, **SHAPES[shape]
+    )
+    hidden = {param: matrices_of(param.name, param.data) for param in params}
+    theirs = {
+        param: [torch.nn.Parameter(torch.tensor(x)) for x in own] for param, own in hidden.items()
+    }
+    optimizer = torch.optim.Muon(
+        [x for own in theirs.values() for x in own],
+        weight_decay=0.3,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    for step in (1, 2, 3):
+        _, norm, _ = ours.gradients(step, get_batch)
+        for param, own in theirs.items():
+            for x, grad in zip(own, matrices_of(param.name, param.grad), strict=True):
+                x.grad = torch.tensor(grad)
+        lr = learning_rate(ours.config.train, step)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+        ours.update(norm, lr, step)
+    found = {(p.name, k): x for p, own in hidden.items() for k, x in enumerate(own)}
+    right = {
+        (p.name, k): x.detach().numpy() for p, own in theirs.items() for k, x in enumerate(own)
+    }
+    assert len(found) == {"odd": 12, "llama": 14}[shape]
+    assert_all_close(found, right, TOL)

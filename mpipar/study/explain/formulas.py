@@ -138,6 +138,8 @@ def sent(record) -> str:
 def legend(config) -> str:
     """Return the meaning of the formulas' letters and words, for a reader of `mpipar explain`."""
     found = f"{LETTERS},\nN numbers of this rank's parameters"
+    if config.train.optimizer == "muon" or config.model.router_balance == "bias":
+        found += ",\nNk: those of which the optimizer keeps k numbers each"
     if config.memory.zero:
         found += ", x ranks that shard them, segment by segment"
     if config.memory.zero == 3:
@@ -194,6 +196,8 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
             ranks = prediction.groups.get(groups[-1], ())
             if len(ranks) > 1:
                 found[groups[-1]] = _data(config, prediction, groups[-1], len(ranks), m)
+    if len(prediction.groups.get("muon", ())) > 1:
+        found["muon"] = Expected("2 (to homes, and back)", 2)
     inner = "inner" if grid.size(ISLAND) > 1 else "world"
     if len(prediction.groups[inner]) > 1:
         found[inner] = Expected("1 (the norm)", 1)

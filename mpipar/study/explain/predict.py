@@ -20,6 +20,7 @@ from mpipar.layers.stash import Stash
 from mpipar.models.decoder import Stage
 from mpipar.run.checkpoint.save import num_elements, own_pieces
 from mpipar.run.data import rows
+from mpipar.train.muon import Muon
 from mpipar.train.optimizer import RULES, rules_of
 from mpipar.train.outer import outer_copies
 from mpipar.train.worker import Worker
@@ -34,6 +35,7 @@ class Prediction:
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
     num_params: of its stages, without padding. segments: (groups, length) of each segment of its
     flat buffers, see `layers/flat.py`. moments: how many the optimizer keeps of each segment.
+    gram_sums: see `Muon.gram_sums`; None with another optimizer.
     reads: {stage: [those that a unit reads, ...]}.
     """
 
@@ -45,6 +47,7 @@ class Prediction:
     num_params: int
     segments: list
     moments: list
+    gram_sums: tuple | None
     reads: dict
 
     @property
@@ -80,6 +83,7 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     blank_batch = rows.blank_batch
     step = config.train.outer_interval if worker.outer else 1  # islands meet in it
     worker.train_step(step, lambda mb: blank_batch(ops, config))
+    muon = worker.optimizer.rules.get("muon")
     return Prediction(
         world_rank,
         ops.peak,
@@ -89,6 +93,7 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
         sum(flat.size for flat in worker.flats),
         [(flat.groups, length) for flat in worker.flats for length in flat.lengths],
         [len(RULES[flat.rule].kinds) for flat in worker.flats for _ in flat.lengths],
+        muon.gram_sums() if isinstance(muon, Muon) else None,
         {
             number: [
                 [(flat.groups, flat.lengths[segment]) for flat, segment in needs] for needs in units

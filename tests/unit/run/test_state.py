@@ -72,7 +72,7 @@ def test_any_layout_reads_what_another_has_written(layout, tmp_path):
 
 @pytest.mark.parametrize("values", [
     {"dtype": "float64"}, {"dtype": "bfloat16"}, {"dtype": "float16"}, {"optimizer": "sgd"},
-    {"norm": "rms"},
+    {"optimizer": "muon"}, {"norm": "rms"},
 ], ids=str)  # fmt: skip
 def test_every_kind_of_state(values, tmp_path):
     written = saved(config_for(dp=2, tp=2, **values), 4, tmp_path)

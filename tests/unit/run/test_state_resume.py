@@ -70,7 +70,14 @@ def stop_and_resume(folder, background=False, **values):
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
 @pytest.mark.parametrize(
     "values",
-    [{}, {"dtype": "float64", "optimizer": "sgd"}, {"dtype": "bfloat16"}, FLOAT16],
+    [
+        {},
+        {"dtype": "float64", "optimizer": "sgd"},
+        {"dtype": "bfloat16", "optimizer": "muon"},
+        {"dtype": "bfloat16"},
+        FLOAT16,
+        FLOAT16 | {"optimizer": "muon"},
+    ],
     ids=str,
 )
 def test_a_resumed_run_goes_on_bit_by_bit(values, background, tmp_path):

@@ -184,8 +184,9 @@ def test_without_a_scale_small_gradients_are_lost():
     assert lost == 0 < norm
 
 
-def test_skipped_steps_leave_weights_moments_and_adam_s_count_alone():
-    worker = fresh(dtype="float16", loss_scale=2.0**30)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_skipped_steps_leave_weights_moments_and_adam_s_count_alone(optimizer):
+    worker = fresh(dtype="float16", loss_scale=2.0**30, optimizer=optimizer)
     before = masters(worker).copy()
     results = steps(worker, 13)
     skipped = [result.skipped for result in results]
@@ -199,7 +200,7 @@ def test_skipped_steps_leave_weights_moments_and_adam_s_count_alone():
     assert config.warmup_steps > 13 - count, "a skipped step uses up none of it"
     for number, result in enumerate(results):
         assert result.lr == config.lr * max(1, number + 1 - count) / config.warmup_steps
-    good = fresh(dtype="float16", loss_scale=2.0 ** (30 - count), lr=3e-3)
+    good = fresh(dtype="float16", loss_scale=2.0 ** (30 - count), lr=3e-3, optimizer=optimizer)
     assert (masters(good) == before).all()
     good.loss_scale.skipped = count  # the same learning rates and rows; Adam begins at 1
     steps(good, 13 - count, first=count + 1)
