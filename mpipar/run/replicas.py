@@ -59,25 +59,27 @@ class Replicas:
             for _, param in worker.all_params
             for shard in range(len(param.shards(worker.grid)))
         ]
-        # Islands that meet have the same weights, and moments of their own.
+        islands = range(0 if worker.outer is None else worker.grid.size(ISLAND))
         kinds = [
-            key
-            for kind in self.kinds
-            for key in dict.fromkeys(self.key(kind, one) for one in range(worker.grid.size(ISLAND)))
+            key for kind in self.kinds for key in (kind, *(f"{kind}.{one}" for one in islands))
         ]
         self.places = {
             (kind, *piece): place for place, (kind, piece) in enumerate(product(kinds, pieces))
         }
         self.count, self.seconds = 0, 0.0
 
-    def key(self, kind: str, island: int) -> str:
-        """Return what an island's pieces of a kind are called."""
-        return kind if kind == "master" or self.worker.island is None else f"{kind}.{island}"
+    def key(self, kind: str) -> str:
+        """Return what the pieces of a kind are called here: of islands that have met, the weights
+        are common, and everything else is an island's own.
+        """
+        outer = self.worker.outer
+        common = outer is None or (kind == "master" and not outer.begun)
+        return kind if common else f"{kind}.{self.worker.island}"
 
     def pieces(self) -> Iterator[tuple[PieceOf, Param, Array]]:
         """Yield ((kind, name, shard), param, numbers) of each piece here."""
         for kind in self.kinds:
-            key = self.key(kind, self.worker.grid.place(ISLAND))
+            key = self.key(kind)
             for flat in self.worker.flats:
                 if kind not in flat.state:
                     continue

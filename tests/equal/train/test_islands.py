@@ -9,6 +9,7 @@ from small_model import (
     WORLD,
     assert_records_predicted,
     cpu,
+    raised_everywhere,
     small_config,
     tokens,
     worker_and_rows,
@@ -17,11 +18,12 @@ from small_model import (
 
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.errors import DataError, NonFiniteError
+from mpipar.errors import DataError, DriftError, NonFiniteError
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
 from mpipar.run.data import rows
+from mpipar.run.replicas import Replicas
 from mpipar.run.verify import full_tensors
 from mpipar.train.outer import Outer
 from mpipar.train.worker import Worker
@@ -243,6 +245,13 @@ def test_a_checkpoint_between_two_meetings(dtype, folder):
         if step == 4:
             Saver(worker, folder, keep=2, background=False, facts=FACTS).save(4)
             saved = state_of(worker)
+    again = loaded(config, folder)
+    replicas = Replicas(again)
+    replicas.check(4)
+    if WORLD.rank == 0:
+        again.flats[0].moments["m"][7] += 1
+    if WORLD.size == 4:  # ranks 0 and 1 are an island
+        assert "first moment" in raised_everywhere(DriftError, lambda: replicas.check(4))
     again = loaded(config, folder)
     assert WORLD.allreduce(state_of(again) != saved) == 0
     for step in range(5, STEPS + 1):
