@@ -332,7 +332,7 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
         raise UsageError(list(dict.fromkeys(notes)))  # each problem only once
     head = (
         f"{counted(p, 'worker')}, {counted(m, 'microbatch')}; a worker's layers take"
-        f" {cost_words(costs)}"
+        f" {cost_words(costs)}\n{PROVED}"
     )
     foot = "peak stash: microbatches of a worker's layers"
     return "\n\n".join([head, table(rows), "\n".join([foot, *notes])])

@@ -128,7 +128,7 @@ def curves(lines: list[dict], evaluations: list[dict]) -> list[dict]:
         ("Speed", "tokens per second", [("speed", "B", _points(lines, "tokens_per_second"))]),
         (
             "Time in barriers",
-            "share of a step, mean",
+            "share of a step",
             [("share", "axis-tp", _points(lines, "comm_share_mean"))],
         ),
     ]

@@ -63,6 +63,7 @@ def test_costs_and_latency(capsys):
 
 def test_compare(capsys):
     text = run("--compare --pp 4 --num-microbatches 8", capsys)
+    assert "proved: every pass once" in text
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line}
     assert set(SCHEDULES) <= set(rows)
     assert rows["naive"] == ["naive", "4", "96", "75.0", "%", "1.00", "x", "1", "48"]
