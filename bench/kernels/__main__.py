@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from math import prod
 
-from bench.kernels import nvrtc
+from bench.kernels import nvrtc, rungs
 from bench.program import Outcome, Program
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops.cuda import kernels, ladder
+from mpipar.ops.cuda import kernels
 
 ARCHITECTURES = ("sm_80", "sm_90")
 
@@ -23,13 +23,11 @@ ARCHITECTURES = ("sm_80", "sm_90")
 def rows() -> list[dict]:
     """Return one row per rung, with its default tiles."""
     compiler, found = nvrtc.Nvrtc(), []
-    for rung, kind in ladder.RUNGS.items():
+    for rung, kind in rungs.RUNGS.items():
         dtype, itemsize = ("bfloat16", 2) if rung == "mma" else ("float32", 4)
-        kernel = ladder.gemm(rung, "NN", dtype)
-        usage = {
-            arch: compiler.compile(kernels.source(kernel.file), [kernel.name], arch)[1]
-            for arch in ARCHITECTURES
-        }
+        kernel = rungs.gemm(rung, "NN", dtype)
+        text = kernels.source(kernel.file, rungs.FOLDERS)
+        usage = {arch: compiler.compile(text, [kernel.name], arch)[1] for arch in ARCHITECTURES}
         static = usage[ARCHITECTURES[0]][kernel.name].shared_bytes
         found.append(
             {
@@ -41,7 +39,7 @@ def rows() -> list[dict]:
                 )
                 or "-",
                 "threads": prod(kernel.block),
-                "flop_per_byte": ladder.flop_per_byte(kernel, itemsize),
+                "flop_per_byte": rungs.flop_per_byte(kernel, itemsize),
                 "shared_KiB": (static + kernel.shared_bytes) / 1024,
                 **{
                     f"registers_{arch}": usage[arch][kernel.name].registers

@@ -13,7 +13,6 @@ import numpy as np
 
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.ops import make
-from mpipar.ops.cuda.kernels import Loader
 
 # Dense peaks in TFLOP/s and memory in GB/s, from NVIDIA's data sheets of the A100 (80 GB, SXM), the
 # H100 (SXM) and the H200 (SXM), by the driver's name for them. Where a sheet says "with sparsity",
@@ -62,7 +61,6 @@ class Gpu:
         self.ops, self.repeats = make("cuda", "float32"), repeats
         self.xp = self.ops.xp
         device = self.xp.cuda.Device().id
-        self.loader = Loader(self.xp)
         self.name = self.xp.cuda.runtime.getDeviceProperties(device)["name"].decode()
         self.roofs = ROOFS.get(self.name, {})
         self.rng = np.random.default_rng(0)

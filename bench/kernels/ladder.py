@@ -1,4 +1,4 @@
-"""Products by the kernels of mpipar/ops/cuda and by cuBLAS, on one GPU.
+"""Products by the kernels of the ladder and by cuBLAS, on one GPU.
 
     python -m bench.kernels.ladder [--largest 8192] [--json FILE]
 
@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from bench.kernels import rungs
 from bench.kernels.gpu import Gpu
 from bench.program import Outcome, Program
-from mpipar.ops.cuda import ladder
-from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
+from mpipar.ops.cuda.gemm import BlasGemm
+from mpipar.ops.cuda.gemm_tile import TileGemm
+from mpipar.ops.cuda.kernels import Loader
 
 SIZES = ((4096, 4096, 4096), (8192, 3072, 768))
 LARGEST = 8192
@@ -30,13 +32,14 @@ class Products:
 
     def __init__(self, gpu: Gpu):
         self.gpu, self.xp = gpu, gpu.xp
+        self.loader = Loader(gpu.xp, folders=rungs.FOLDERS)
 
     def rung(self, rung: str) -> TileGemm:
         """Return the product by one rung with its default tiles."""
         return TileGemm(
-            self.gpu.loader,
-            lambda layout, dtype, out_dtype, rows, columns: ladder.gemm(
-                rung, layout, dtype, out_dtype, None
+            self.loader,
+            lambda layout, dtype, out_dtype, rows, columns: rungs.gemm(
+                rung, layout, dtype, out_dtype
             ),
         )
 
@@ -60,7 +63,7 @@ class Products:
         if dtype == "float32":
             tf32 = self.timed("TF32", BlasGemm(self.xp, tf32=True), a, b, wanted, "tf32")
             found.append(("cuBLAS TF32", "tf32", tf32))
-        names = [rung for rung in ladder.RUNGS if (rung == "mma") == (dtype == "bfloat16")]
+        names = [rung for rung in rungs.RUNGS if (rung == "mma") == (dtype == "bfloat16")]
         return found + [
             (one, dtype, self.timed(one, self.rung(one), a, b, wanted)) for one in names
         ]

@@ -302,10 +302,11 @@ MACHINE = (
         "no fused kernel computes in float64; leave --kernels out, or use --dtype float32",
     ),
     Rule(
-        "products in float64",
+        "products of 16 bits",
         ("gemm", "dtype"),
-        lambda v: v.gemm != "blas" and v.dtype == "float64",
-        "none of mpipar's kernels multiplies in float64; use --gemm blas, or --dtype float32",
+        lambda v: v.gemm != "blas" and v.dtype in ("float32", "float64"),
+        "mpipar's own kernel multiplies on tensor cores, which take 16 bits; use --dtype bfloat16,"
+        " or --gemm blas",
     ),
     Rule(
         "scale that rounds",

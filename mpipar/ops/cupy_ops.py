@@ -12,9 +12,9 @@ import numpy as np
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.array_ops import ArrayOps, as_rows
 from mpipar.ops.cuda.embedding import Embedding
-from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
+from mpipar.ops.cuda.gemm import BlasGemm
+from mpipar.ops.cuda.gemm_tile import TileGemm, fitting
 from mpipar.ops.cuda.kernels import Loader, num_processors
-from mpipar.ops.cuda.ladder import fitting
 from mpipar.ops.cupy_copies import Copies
 from mpipar.ops.signature import Array, Shape
 
@@ -24,8 +24,8 @@ OLDEST_CUPY = 14  # the first that knows bfloat16
 class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on a CUDA device, which becomes the current one.
 
-    gemm: products with weights by "blas" (cuBLAS) or "tile" (the kernels of ops/cuda, not for
-    float64).
+    gemm: products of 16-bit operands with weights by "blas" (cuBLAS, as all others) or "tile" (the
+    kernel of ops/cuda).
     host_rank: this process's place on its host, which selects its GPU. If there are fewer GPUs than
     ranks, the count wraps around to 0.
 
@@ -51,10 +51,8 @@ class CupyOps(ArrayOps):
 
     def __init__(self, dtype: Any, gemm: str = "blas", host_rank: int = 0) -> None:
         super().__init__(_usable_cupy(host_rank), dtype, "cuda")
-        assert gemm == "blas" or self.dtype != np.float64, (gemm, dtype)
         self.copies = Copies(self.xp, self.pinned)
         self._blas = BlasGemm(self.xp)
-        self._gemm: Callable[..., None] = self._blas
         # Plain CuPy would read masks on the host, and sum by atomics in a different order each run.
         self._embedding = Embedding(self.xp, Loader(self.xp, oldest=0))
         # This makes no copy of what it reads, which would be as large as all gradients.
@@ -65,8 +63,14 @@ class CupyOps(ArrayOps):
         self._descend = self.xp.ElementwiseKernel(
             "T grad, T lr", "T data", "data -= lr * grad", "sgd_step"
         )
+        self._gemm: Callable[..., None] = self._blas
         if gemm == "tile":
-            self._gemm = TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp)))
+            self._tile_gemm = TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp)))
+            self._gemm = self._by_width
+
+    def _by_width(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
+        """Write a b to out (or add it): 16-bit operands by tiles, wider ones by cuBLAS."""
+        (self._tile_gemm if a.itemsize == 2 else self._blas)(a, b, out, accumulate)
 
     def matmul(self, x: Array, w: Array) -> Array:
         """Return x w: (..., K) times (K, M) gives (..., M)."""

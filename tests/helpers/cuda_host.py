@@ -25,6 +25,7 @@ from pathlib import Path
 import cuda_kernels
 import numpy as np
 
+from bench.kernels import rungs
 from mpipar.ops.cuda import kernels
 
 SHIM = Path(__file__).parent / "cuda_shim"
@@ -72,7 +73,7 @@ def build_folder():
 
 def compile_host(file, names, mode="fibers", edit=None):
     """Return the path of the compiled program or library with these instantiations of a file."""
-    text = kernels.source(file, (SHIM, kernels.FOLDER))
+    text = kernels.source(file, (SHIM, *rungs.FOLDERS))
     if edit is not None:
         assert text.count(edit[0]) == 1, f"{text.count(edit[0])} times in {file}: {edit[0]}"
         text = text.replace(*edit)

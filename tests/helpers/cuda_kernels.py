@@ -3,7 +3,8 @@
 from collections import namedtuple
 from math import inf
 
-from mpipar.ops.cuda import attention, embedding, fused, ladder
+from bench.kernels import rungs
+from mpipar.ops.cuda import attention, embedding, fused, gemm_tile, kernels
 
 NORM_KERNELS = (
     "layernorm_forward rmsnorm_forward layernorm_backward rmsnorm_backward "
@@ -12,17 +13,20 @@ NORM_KERNELS = (
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def source(file):
+    """The text of a kernel of mpipar, or of a rung of the ladder."""
+    return kernels.source(file, rungs.FOLDERS)
+
+
 def of_products():
     """Return file -> name expressions of what `--gemm tile` and the benchmark run."""
-    chosen = [ladder.gemm(rung, "NN") for rung in ladder.RUNGS if rung not in ladder.SMALL]
-    for tiles in (None, ladder.SMALL["warp"]):
-        chosen += [ladder.gemm("warp", layout, tiles=tiles) for layout in ladder.LAYOUTS]
-    for tiles in (None, ladder.SMALL["mma"]):
+    chosen = [rungs.gemm(rung, "NN") for rung in rungs.RUNGS if rung != "mma"]
+    for tiles in (gemm_tile.LARGE, gemm_tile.SMALL):
         for dtype in ("bfloat16", "float16"):
             # Weight gradients are float32, and so is the array they are added to.
             types = {"NN": dtype, "NT": dtype, "TN": "float32"}
             chosen += [
-                ladder.gemm("mma", layout, dtype, types[layout], tiles) for layout in ladder.LAYOUTS
+                gemm_tile.gemm(layout, dtype, types[layout], tiles) for layout in gemm_tile.LAYOUTS
             ]
     files = {}
     for kernel in chosen:
@@ -45,7 +49,7 @@ def of_chains():
         for file, (name, names) in each.items()
     }
     files["columns.cu"] = tuple(
-        f"column_sums<{ladder.C_TYPES[dtype]}, {ladder.C_TYPES[out]}>"
+        f"column_sums<{kernels.C_TYPES[dtype]}, {kernels.C_TYPES[out]}>"
         for dtype in DTYPES
         for out in dict.fromkeys(("float32", dtype))
     )

@@ -202,7 +202,7 @@ class RawModule:
 
     def __init__(self, code, options, name_expressions):
         assert options == kernels.OPTIONS
-        self.file = next(file for file in cuda_kernels.KERNELS if kernels.source(file) == code)
+        self.file = next(file for file in cuda_kernels.KERNELS if cuda_kernels.source(file) == code)
         self.names = name_expressions
 
     def get_function(self, name):

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipar.ops.cuda.kernels import Loader
-from mpipar.ops.cuda.ladder import C_TYPES
+from mpipar.ops.cuda.kernels import C_TYPES, Loader
 from mpipar.ops.signature import Array, Shape, ThreeArrays
 
 # Bytes of an element: kernel: width of a tile: its rows, its columns, and the number of blocks for

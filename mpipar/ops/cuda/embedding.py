@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.ops.cuda.kernels import Loader
-from mpipar.ops.cuda.ladder import C_TYPES
+from mpipar.ops.cuda.kernels import C_TYPES, Loader
 from mpipar.ops.signature import Array
 
 FILE = "embedding.cu"

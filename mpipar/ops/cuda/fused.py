@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.ops.array_ops import valid_columns
-from mpipar.ops.cuda.kernels import Loader
-from mpipar.ops.cuda.ladder import C_TYPES
+from mpipar.ops.cuda.kernels import C_TYPES, Loader
 from mpipar.ops.signature import Array, Runs, ThreeArrays
 
 ROW_THREADS = 128  # threads that share a long row

@@ -1,4 +1,4 @@
-"""Products on a GPU: out = a b or out += a b, by cuBLAS or by the hand-written kernels.
+"""Products on a GPU: out = a b or out += a b, by cuBLAS.
 
 Matrices are two-dimensional views whose rows or columns are contiguous. A transposed view costs
 nothing, and no operand is ever copied. The sums are float32 for 16-bit and 32-bit operands, and
@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.ops.cuda import ladder
 from mpipar.ops.signature import Array, ThreeArrays
 
 
@@ -125,33 +124,4 @@ class BlasGemm:
             *count,
             self.compute_type(name),
             self._blas.CUBLAS_GEMM_DEFAULT,
-        )
-
-
-class TileGemm:
-    """The kernels of the ladder.
-
-    choose: (layout, operand type, result type, rows of out, columns of out) -> ladder.Gemm.
-    """
-
-    def __init__(self, loader: Any, choose: Callable[..., ladder.Gemm]) -> None:
-        self._loader = loader
-        self._choose = choose
-
-    def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
-        """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
-        if out.size == 0:  # e.g. a rank's piece of fewer tokens than ranks: no block to start
-            return
-        a, b, out = checked(a, b, out)
-        (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
-        layout = "NT"[a_turned] + "NT"[b_turned]
-        kernel = self._choose(layout, a.dtype.name, out.dtype.name, *out.shape)
-        arguments = (*out.shape, a.shape[1], a, lda, b, ldb, float(accumulate), out, ldc)
-        self._loader.launch(
-            kernel.file,
-            kernel.name,
-            ladder.grid(kernel, *out.shape),
-            kernel.block,
-            arguments,
-            kernel.shared_bytes,
         )

@@ -1,4 +1,4 @@
-// GEMM, rung 6: bf16 or half operands on tensor cores, sums in float32.
+// GEMM of bf16 or half operands on tensor cores, sums in float32: the ladder's last rung.
 //
 // Four levels of tiles: the grid divides C into BM x BN per block; a block steps along K in steps
 // of BK, whose operands wait in shared memory; a warp computes WM x WN of it; one instruction

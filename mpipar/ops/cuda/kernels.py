@@ -14,6 +14,8 @@ from mpipar.errors import EnvironmentProblem
 from mpipar.ops.signature import Shape
 
 FOLDER = Path(__file__).parent
+# The kernels' names for NumPy's types.
+C_TYPES = {"float32": "float", "bfloat16": "bf16", "float16": "half"}
 OLDEST_DEVICE = 80  # compute capability: the first with bfloat16 products and cp.async
 # For the compiler. The second is for lambdas that are templates: they cannot be marked __device__.
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space")
@@ -76,11 +78,13 @@ class Loader:
     """The kernels of one device.
 
     CuPy compiles with NVRTC and caches the result on disk, keyed by source and architecture. A
-    file's kernels of one type are compiled together.
+    file's kernels of one type are compiled together. folders: see `source`.
     Raises EnvironmentProblem for a device that is too old for the kernels.
     """
 
-    def __init__(self, xp: Any, oldest: int = OLDEST_DEVICE) -> None:
+    def __init__(
+        self, xp: Any, oldest: int = OLDEST_DEVICE, folders: Sequence[Path] = (FOLDER,)
+    ) -> None:
         found = xp.cuda.Device().compute_capability
         if int(found) < oldest:
             raise EnvironmentProblem(
@@ -88,7 +92,7 @@ class Loader:
                 "mpipar need 8.0 (A100) or newer: use --kernels plain without --gemm, or another "
                 "GPU"
             )
-        self._xp = xp
+        self._xp, self._folders = xp, folders
         self._found: dict[str, Any] = {}  # by name: the function that finds a kernel in its module
         self._functions: dict[str, Any] = {}
 
@@ -116,7 +120,7 @@ class Loader:
 
     def _function(self, file: str, name: str, shared_bytes: int) -> Any:
         if name not in self._found:
-            names = together(name, text := source(file))
+            names = together(name, text := source(file, self._folders))
             module = self._xp.RawModule(code=text, options=OPTIONS, name_expressions=names)
             self._found |= dict.fromkeys(names, module.get_function)
         function = self._found[name](name)

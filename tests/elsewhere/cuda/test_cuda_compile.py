@@ -14,7 +14,6 @@ from helpers import REPOSITORY
 
 from bench.kernels import __main__ as bench_kernels
 from bench.kernels import nvrtc
-from mpipar.ops.cuda import kernels
 from mpipar.ops.cuda.kernels import Loader, source, together
 
 ARCHITECTURES = ("sm_80", "sm_90")
@@ -52,7 +51,7 @@ def narrow_moves(name, ptx):
 def test_kernels_compile_within_their_budget(file, arch):
     names = cuda_kernels.KERNELS[file]
     assert names
-    _, usage = nvrtc.Nvrtc().compile(kernels.source(file), names, arch)
+    _, usage = nvrtc.Nvrtc().compile(cuda_kernels.source(file), names, arch)
     for name, used in usage.items():
         assert used.spill_bytes == used.stack_bytes == 0, (name, used)
         assert used.registers <= cuda_kernels.REGISTERS.get(file, 128), (name, used)
@@ -64,7 +63,7 @@ def test_kernels_compile_within_their_budget(file, arch):
 def test_what_memory_decides_about_is_moved_in_16_bytes(file):
     names = [name for name in cuda_kernels.KERNELS[file] if re.search(WIDE[file], name)]
     assert names
-    text = kernels.source(file)
+    text = cuda_kernels.source(file)
     ptx, _ = nvrtc.Nvrtc().compile(text, names, "sm_90")
     assert {name: found for name in names if (found := narrow_moves(name, ptx[name]))} == {}
     # A twin that takes single elements.
@@ -152,7 +151,7 @@ MORE = {"columns.cu", "flash_forward.cu", "flash_backward.cu", "gemm_mma.cu"}
 
 @pytest.mark.parametrize(("file", "names"), cuda_kernels.KERNELS.items())
 def test_a_kernel_is_compiled_with_those_of_its_template_arguments(file, names):
-    text = source(file)
+    text = cuda_kernels.source(file)
     for name in names:
         found = together(name, text)
         assert name in found
@@ -167,7 +166,7 @@ def test_a_file_of_one_type_is_compiled_once(file):
     modules = {}
     for name in BF16[file]:
         if name not in modules:
-            modules |= dict.fromkeys(together(name, source(file)), name)
+            modules |= dict.fromkeys(together(name, cuda_kernels.source(file)), name)
     assert {*BF16[file]} <= modules.keys()
     assert (len(set(modules.values())) > 1) == (file in MORE)
 

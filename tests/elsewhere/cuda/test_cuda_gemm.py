@@ -6,7 +6,8 @@ import pytest
 from cuda_host import run_kernel, run_sanitized
 from cuda_kernels import KERNELS
 
-from mpipar.ops.cuda import ladder
+from bench.kernels import rungs
+from mpipar.ops.cuda import gemm_tile
 from mpipar.ops.cuda.kernels import Loader
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -20,7 +21,8 @@ SMALL = {
     "warp": (64, 32, 4, 32, 16),
     "mma": (32, 32, 16, 16, 32, 2),
 }
-ALL_LAYOUTS = (*ladder.LAYOUTS, "TT")
+OTHER = {"mma": [gemm_tile.SMALL]}  # besides the default tiles
+ALL_LAYOUTS = (*gemm_tile.LAYOUTS, "TT")
 TYPES = [(rung, "float32", "float32") for rung in SMALL if rung != "mma"] + [
     ("mma", "bfloat16", "bfloat16"),
     ("mma", "bfloat16", "float32"),
@@ -32,7 +34,7 @@ SIZES = [(1, 1, 1), (37, 41, 29), (70, 33, 50), (32, 64, 48)]
 def small(rung, dtype, out_dtype):
     """The instantiation of each layout with tiles that small products fill."""
     return {
-        layout: ladder.gemm(rung, layout, dtype, out_dtype, SMALL[rung]) for layout in ALL_LAYOUTS
+        layout: rungs.gemm(rung, layout, dtype, out_dtype, SMALL[rung]) for layout in ALL_LAYOUTS
     }
 
 
@@ -82,7 +84,7 @@ class Product:
         return [
             kernel.file,
             kernel.name,
-            ladder.grid(kernel, self.m, self.n),
+            gemm_tile.grid(kernel, self.m, self.n),
             kernel.block,
             self.arguments(),
             kernel.shared_bytes,
@@ -124,14 +126,14 @@ def test_every_instantiation_that_is_used(rng, file):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", ladder.LAYOUTS)
+@pytest.mark.parametrize("layout", gemm_tile.LAYOUTS)
 @pytest.mark.parametrize(("rung", "dtype", "out_dtype"), TYPES)
 def test_every_rung_on_a_gpu(rng, rung, dtype, out_dtype, layout):
     import cupy
 
-    loader = Loader(cupy)
-    for tiles in {ladder.RUNGS[rung].default, SMALL[rung], ladder.SMALL.get(rung, SMALL[rung])}:
-        kernel = ladder.gemm(rung, layout, dtype, out_dtype, tiles)
+    loader = Loader(cupy, folders=rungs.FOLDERS)
+    for tiles in {rungs.RUNGS[rung].default, SMALL[rung], *OTHER.get(rung, ())}:
+        kernel = rungs.gemm(rung, layout, dtype, out_dtype, tiles)
         for sizes, gap in zip(SIZES, (0, 3, 8, 16), strict=True):
             product = Product(rng, sizes, layout, dtype, out_dtype, 1.0, gap)
             file, name, grid, block, arguments, shared_bytes = product.launch(kernel)
@@ -143,13 +145,13 @@ def test_every_rung_on_a_gpu(rng, rung, dtype, out_dtype, layout):
 
 def _listed():
     """Every Gemm of the ladder with the default and the small tiles, and its case."""
-    for rung, kind in ladder.RUNGS.items():
-        for layout in ladder.LAYOUTS:
+    for rung, kind in rungs.RUNGS.items():
+        for layout in gemm_tile.LAYOUTS:
             for dtype in DTYPES if kind.typed else ("float32",):
                 for out_dtype in {dtype, "float32"}:
-                    for tiles in {kind.default, ladder.SMALL.get(rung, kind.default)}:
+                    for tiles in {kind.default, *OTHER.get(rung, ())}:
                         yield (
-                            ladder.gemm(rung, layout, dtype, out_dtype, tiles),
+                            rungs.gemm(rung, layout, dtype, out_dtype, tiles),
                             (layout, dtype, out_dtype),
                         )
 
@@ -157,7 +159,7 @@ def _listed():
 @pytest.mark.shim
 def test_mma_has_float32_sums(rng):
     """With twenty thousand values of one sign a sum in bfloat16 would stop growing at 256."""
-    kernel = ladder.gemm("mma", "NN", "bfloat16", "float32", SMALL["mma"])
+    kernel = rungs.gemm("mma", "NN", "bfloat16", "float32", SMALL["mma"])
     product = Product(rng, (16, 16, 20000), "NN", "bfloat16", "float32")
     product.a[...], product.b[...] = 1.0, 1.0
     product.expected = np.full((16, 16), 20000.0)
@@ -185,7 +187,7 @@ STEP_TOO_FAR = ("row >= M ||", "row > M ||")
 def tiny(rng, rung):
     """A product of a few tiles, two blocks high, and the instantiation for it."""
     dtype = "bfloat16" if rung == "mma" else "float32"
-    kernel = ladder.gemm(rung, "NT", dtype, "float32", SMALL[rung])
+    kernel = rungs.gemm(rung, "NT", dtype, "float32", SMALL[rung])
     return kernel, Product(rng, (kernel.rows + 1, kernel.columns, 40), "NT", dtype, "float32")
 
 

@@ -16,8 +16,7 @@ from ops_cases import LARGE, SMALL, call_every_op, plain
 from mpipar.comm.grid import Grid
 from mpipar.config.resolve import resolve
 from mpipar.ops import make
-from mpipar.ops.cuda.gemm import TileGemm
-from mpipar.ops.cuda.ladder import fitting
+from mpipar.ops.cuda.gemm_tile import TileGemm, fitting
 from mpipar.ops.mixed_ops import MixedOps
 from mpipar.run.console.tables import headline
 from mpipar.run.resolve import resolve as resolve_typed
@@ -55,9 +54,8 @@ def check_every_function(ops, sizes, tol):
         )
 
 
-@pytest.mark.parametrize("gemm", WAYS)
-def test_every_function_equals_plain(cupy, gemm):
-    check_every_function(make("cuda", "float32", kernels="plain", gemm=gemm), LARGE, 2e-5)
+def test_every_function_equals_plain(cupy):
+    check_every_function(make("cuda", "float32", kernels="plain"), LARGE, 2e-5)
 
 
 def test_a_checksum_is_that_of_the_plain_formula(rng, cupy):
@@ -71,7 +69,11 @@ def test_a_checksum_is_that_of_the_plain_formula(rng, cupy):
 def test_a_piece_without_rows_is_a_product_too(cupy, gemm):
     """A rank of the ring has such a piece if there are fewer tokens than ranks."""
     ops = make("cuda", "float32", gemm=gemm)
-    none, w, dw = cupy.zeros((0, 8), np.float32), *(cupy.ones((8, 6), np.float32) for _ in "wd")
+    none, w, dw = (
+        cupy.zeros((0, 8), np.float16),
+        cupy.ones((8, 6), np.float16),
+        cupy.ones((8, 6), np.float32),
+    )
     assert ops.matmul(none, w).shape == (0, 6)
     ops.matmul_tn_add(none, ops.matmul(none, w), dw)
     assert ops.to_host(dw).tolist() == np.ones((8, 6)).tolist()
@@ -133,7 +135,7 @@ def relative(on_host, expected):
 
 
 def test_a_step_with_hand_written_products(cupy):
-    """Loss and gradients of a whole model, against the plain functions in float64."""
+    """Loss and gradients of a whole model in 16 bits, against cuBLAS: sums in another order."""
     shape = {
         "layers": 2,
         "d_model": 12,
@@ -147,14 +149,14 @@ def test_a_step_with_hand_written_products(cupy):
     }
     tokens = np.random.default_rng(1).integers(0, 17, 200)
     results = []
-    for run in ({"dtype": "float64"}, {"dtype": "float32", "device": "cuda", "gemm": "tile"}):
-        config, _ = resolve(changed(**shape, **run), 1)
+    for gemm in ("blas", "tile"):
+        config, _ = resolve(changed(**shape, dtype="bfloat16", device="cuda", gemm=gemm), 1)
         results.append(step_tensors(config, tokens, Grid(0)))
     (loss, norm, *tensors), (own_loss, own_norm, *own_tensors) = results
-    assert own_loss == pytest.approx(loss, rel=1e-6)
-    assert own_norm == pytest.approx(norm, rel=1e-5)
+    assert own_loss == pytest.approx(loss, rel=1e-4)
+    assert own_norm == pytest.approx(norm, rel=1e-3)
     for got, expected in zip(own_tensors, tensors, strict=True):
-        assert_all_close(got, expected, 1e-4)
+        assert_all_close(got, expected, 2 * BOUNDS["bfloat16"])  # both are rounded
 
 
 def test_sizes_that_a_gpu_might_see():
@@ -167,11 +169,12 @@ def test_sizes_that_a_gpu_might_see():
 
     gemm = TileGemm(Loader(), partial(fitting, 132))
     for rows in (4096, 200):
-        a, b = np.empty((rows, 64), np.float32), np.empty((64, 2048), np.float32)
+        a, b = np.empty((rows, 64), np.float16), np.empty((64, 2048), np.float16)
         gemm(a, b, np.empty((rows, 2048), np.float32))
+    name = "gemm_mma<half, float, false, false"
     assert calls == [
-        ("gemm_warp<false, false, 128, 128, 8, 64, 32>", (32, 16), (256,), 0, (4096, 2048, 64)),
-        ("gemm_warp<false, false, 64, 64, 8, 32, 32>", (4, 32), (128,), 0, (200, 2048, 64)),
+        (f"{name}, 128, 128, 32, 64, 32, 3>", (32, 16), (256,), 56832, (4096, 2048, 64)),
+        (f"{name}, 64, 64, 32, 32, 32, 3>", (4, 32), (128,), 29184, (200, 2048, 64)),
     ]
 
 
@@ -179,7 +182,10 @@ def test_sizes_that_a_gpu_might_see():
     ("words", "messages"),
     [
         ("--gemm tile", ["--gemm: belongs to --device cuda"]),
-        ("--gemm tile --device cuda --dtype float64", ["--gemm tile with --dtype float64"]),
+        *(
+            (f"--gemm tile --device cuda --dtype {name}", [f"--gemm tile with --dtype {name}"])
+            for name in ("float32", "float64")
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(words, messages):
@@ -189,7 +195,10 @@ def test_what_does_not_fit_is_refused(words, messages):
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("--gemm tile --device cuda", "float32 on cuda, products by tile kernels"),
+        (
+            "--gemm tile --device cuda --dtype bfloat16",
+            "bfloat16 on cuda, products by tile kernels",
+        ),
         ("", "float32 on cpu"),
     ],
 )

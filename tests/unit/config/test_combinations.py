@@ -57,7 +57,7 @@ EXAMPLES = {  # row: (flags that break it, on so many ranks; flags that its sent
     "fused kernels in float64": (
         "--device cuda --kernels fused --dtype float64", 1, "--dtype float32"
     ),
-    "products in float64": ("--device cuda --gemm tile --dtype float64", 1, "--gemm blas"),
+    "products of 16 bits": ("--device cuda --gemm tile", 1, "--dtype bfloat16"),
     "scale that rounds": ("--dtype float16 --loss-scale 1000", 1, "--loss-scale 1024"),
     "folder to resume in": ("--resume auto", 1, "--out runs/mine"),
     "two sources": ("--init-from runs/0001 --resume runs/0002", 1, "--resume never"),

@@ -3,7 +3,7 @@
 //
 // Global traffic: 2 Tile^2 elements per 2 Tile^3 FLOPs: Tile / 4 FLOP/byte in float32 (8 at 32).
 // Every multiplication still reads two values from shared memory, which is the next limit.
-#include "gemm.cuh"
+#include "ladder.cuh"
 
 // Grid (ceil(M / Tile), ceil(N / Tile)), block (Tile * Tile).
 template <typename T, typename Out, bool TransA, bool TransB, int Tile>

@@ -4,7 +4,7 @@
 // (TM / 4) rows apart, and likewise its columns, so that the threads of a warp read neighbouring
 // quads of shared memory, each bank once. Odd row lengths and edges take the slow path inside
 // load_tile_by_4.
-#include "gemm.cuh"
+#include "ladder.cuh"
 
 // Grid (ceil(M / BM), ceil(N / BN)), block (BM / TM * BN / TN).
 template <bool TransA, bool TransB, int BM, int BN, int BK, int TM, int TN>

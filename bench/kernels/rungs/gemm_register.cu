@@ -3,7 +3,7 @@
 //
 // Global traffic of a block's step: (BM + BN) BK elements per 2 BM BN BK FLOPs: at 64 x 64 this is
 // 16 FLOP/byte in float32. Shared memory: 4 bytes per FLOP on rung 2, 0.5 at TM = TN = 8.
-#include "gemm.cuh"
+#include "ladder.cuh"
 
 // Grid (ceil(M / BM), ceil(N / BN)), block (BM / TM * BN / TN).
 template <typename T, typename Out, bool TransA, bool TransB, int BM, int BN, int BK, int TM,

@@ -4,7 +4,7 @@
 // WN different values of shared memory for WM * WN multiplications: fewer than 32 threads in one or
 // two long rows would read. There are two tiles of each operand, so that a step needs one barrier:
 // while some warps wait for global memory, others still multiply. Global traffic is that of rung 4.
-#include "gemm.cuh"
+#include "ladder.cuh"
 
 // Grid (ceil(M / BM), ceil(N / BN)), block (32 * BM / WM * BN / WN).
 template <bool TransA, bool TransB, int BM, int BN, int BK, int WM, int WN>
