@@ -3,7 +3,7 @@
     python -m bench.tiles [--json FILE]
     python -m bench.tiles --products [--json FILE]         # one product, from loops to BLAS
 
-Each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention (numpy_ops.py)
+Each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention (numpy_attention.py)
 over a tile of queries. Small tiles drown in interpreter overhead, and large ones fall out of the
 cache. A large tile of queries also computes scores that the causal mask then discards. Before
 anything is timed, every tile's result is compared with the plain functions of array_ops.py.
@@ -28,6 +28,7 @@ import sys
 import timeit
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import NamedTuple
 from unittest import mock
 
@@ -38,7 +39,7 @@ from bench.kernels.attention import parts
 from bench.program import Outcome, Program
 from mpipar.config import flags
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
-from mpipar.ops import make, numpy_ops
+from mpipar.ops import make, numpy_attention, numpy_ops
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.run.process import blas
 
@@ -54,7 +55,7 @@ ADAMW = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0
 class Chain(NamedTuple):
     """One function with its arguments; it returns arrays or changes its arguments.
 
-    constant: of numpy_ops, the tile. unit: elements of an array in a tile of 1. whole: the tile
+    constant: of the module, the tile. unit: elements of an array in a tile of 1. whole: the tile
     that is no tiling.
     """
 
@@ -63,6 +64,7 @@ class Chain(NamedTuple):
     bytes: int
     flops: int
     tiles: tuple
+    module: ModuleType
     constant: str
     unit: int
     whole: int
@@ -102,8 +104,8 @@ def chains(args) -> dict[str, Chain]:
     dheads = real(1, args.seq_len, args.heads, HEAD_WIDTH)
     y, probs = make("cpu", "float32").attention_forward(*parts(qkv), positions, positions)
     flops = HEAD_WIDTH * args.heads * args.seq_len * (args.seq_len + 1)  # 2 for each pair
-    elements = (0, ELEMENTS, "TILE", 1, x.size)
-    queries = (QUERIES, "QUERY_TILE", args.seq_len * args.heads, args.seq_len)
+    elements = (0, ELEMENTS, numpy_ops, "TILE", 1, x.size)
+    queries = (QUERIES, numpy_attention, "QUERY_TILE", args.seq_len * args.heads, args.seq_len)
     return {
         "gelu_forward": Chain(lambda ops, x: ops.gelu_forward(x), (x,), 2 * x.nbytes, *elements),
         "layernorm_backward_input": Chain(
@@ -187,10 +189,10 @@ def sweep(name, chain, args, peak) -> list[dict]:
             ),
         }
 
-    default, found = getattr(numpy_ops, chain.constant), []
+    default, found = getattr(chain.module, chain.constant), []
     shown_as = {default: f"{default} (default)", chain.whole: "all"}
     for tile in (*(one for one in chain.tiles if one < chain.whole), chain.whole):
-        with mock.patch.object(numpy_ops, chain.constant, tile):
+        with mock.patch.object(chain.module, chain.constant, tile):
             kib = tile * chain.unit * 4 / 1024
             found.append(row(shown_as.get(tile, tile), make("cpu", "float32"), kib))
     fastest = min(one["ms"] for one in found)

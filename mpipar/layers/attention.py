@@ -23,7 +23,7 @@ from mpipar.config.model import ModelConfig
 from mpipar.layers.context import Context
 from mpipar.layers.parallel.linear import Linear
 from mpipar.layers.stash import Stash
-from mpipar.ops.array_ops import rope_table
+from mpipar.ops.array_attention import rope_table
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpipar.ops.array_ops import as_rows
+from mpipar.ops.arrays import as_rows
 from mpipar.ops.cuda.attention import MOST_WIDTH, Attention
 from mpipar.ops.cuda.epilogues import Epilogues
 from mpipar.ops.cuda.fused import Fused

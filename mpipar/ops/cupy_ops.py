@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops.array_ops import ArrayOps, as_rows
+from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.arrays import as_rows
 from mpipar.ops.cuda.embedding import Embedding
 from mpipar.ops.cuda.gemm import BlasGemm
 from mpipar.ops.cuda.gemm_tile import TileGemm, fitting

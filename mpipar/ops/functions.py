@@ -15,7 +15,10 @@ from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.signature import DIMS, Function, shape_of
 
 DECLARED: dict[str, Function] = {
-    name: method.function for name, method in vars(ArrayOps).items() if hasattr(method, "function")
+    name: method.function
+    for part in reversed(ArrayOps.__mro__)
+    for name, method in vars(part).items()
+    if hasattr(method, "function")
 }
 
 

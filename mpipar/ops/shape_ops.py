@@ -16,7 +16,8 @@ import numpy as np
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda.attention import parts_shape
 from mpipar.ops.functions import EPILOGUES, Ops, flops
-from mpipar.ops.numpy_ops import GAP, PRODUCT_TILE, QUERY_TILE, part_sizes
+from mpipar.ops.numpy_attention import GAP, QUERY_TILE, part_sizes
+from mpipar.ops.numpy_ops import PRODUCT_TILE
 from mpipar.ops.shape_array import Ledger, ShapeArray
 from mpipar.ops.signature import Array, Function, Part, Shape, ThreeArrays, shape_of
 

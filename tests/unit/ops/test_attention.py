@@ -12,7 +12,7 @@ from attention_cases import formula, lse_of
 from helpers import assert_close
 from ops_cases import plain
 
-from mpipar.ops import make, numpy_ops
+from mpipar.ops import make, numpy_attention
 from mpipar.ops.cuda import attention
 from mpipar.ops.cuda.kernels import Loader
 
@@ -26,8 +26,8 @@ SIZES = [(2, 5, 7, 6, 3, 3), (1, 9, 4, 5, 1, 2), (2, 67, 131, 4, 4, 5), (1, 70, 
 )
 def ops(request, monkeypatch):
     if request.param == "tiny tiles":
-        monkeypatch.setattr(numpy_ops, "QUERY_TILE", 2)
-        monkeypatch.setattr(numpy_ops, "PART_SCORES", 40)  # fewer heads than a row has
+        monkeypatch.setattr(numpy_attention, "QUERY_TILE", 2)
+        monkeypatch.setattr(numpy_attention, "PART_SCORES", 40)  # fewer heads than a row has
     if request.param == "plain":
         return plain()
     return make("cpu", "float64", kernels="numba" if request.param == "numba" else "numpy")

@@ -15,7 +15,7 @@ from ops_cases import (
     runs_of,
 )
 
-from mpipar.ops import make, numpy_ops
+from mpipar.ops import make, numpy_attention, numpy_ops
 from mpipar.ops.array_ops import rope_frequencies, rope_table
 
 DIFFERENCES = 1e-6
@@ -35,8 +35,8 @@ def ops(request, monkeypatch):
     """An implementation in float64; tiny tiles make small arrays cross every tile border."""
     if request.param == "tuned in tiny tiles":
         monkeypatch.setattr(numpy_ops, "TILE", 16)
-        monkeypatch.setattr(numpy_ops, "QUERY_TILE", 2)
-        monkeypatch.setattr(numpy_ops, "PART_SCORES", 8)
+        monkeypatch.setattr(numpy_attention, "QUERY_TILE", 2)
+        monkeypatch.setattr(numpy_attention, "PART_SCORES", 8)
     return implementation_of(request.param)
 
 
