@@ -50,9 +50,13 @@ class Norm:
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Return dx (B, T, D) of dy (B, T, D)."""
+        return self.backward_beside(dy, None, stash)
+
+    def backward_beside(self, dy: Array, around: Array | None, stash: Stash) -> Array:
+        """Return dx (B, T, D) of dy, plus the gradient of x that flows around the norm, if any."""
         stash[self.name, "dy"] = dy
         x, *statistics = stash[self.name, "x"]
-        return self._backward_input(dy, x, self.params[0].data, *statistics)
+        return self._backward_input(dy, x, self.params[0].data, *statistics, around)
 
     def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of the parameters."""
@@ -110,7 +114,7 @@ class Residual:
         dh = last.backward_input(dy, stash)
         for branch in reversed(others):
             dh = self.ops.accumulate(dh, branch.backward_input(dy, stash))
-        return self.ops.accumulate(self.norm.backward_input(dh, stash), dy)
+        return self.norm.backward_beside(dh, dy, stash)
 
     def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of the branches and of the norm."""

@@ -133,17 +133,29 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         y *= w
         return y, rstd
 
-    @shapes("dy[..D] x[..D] w[D] rstd[..] -> dx[..D]")
+    @shapes("dy[..D] x[..D] w[D] rstd[..] around[..D]? -> dx[..D]")
     def rmsnorm_backward_input(
-        self, dy: Array, x: Array, w: Array, rstd: Array, out: Array | None = None
+        self,
+        dy: Array,
+        x: Array,
+        w: Array,
+        rstd: Array,
+        around: Array | None = None,
+        *,
+        out: Array | None = None,
     ) -> Array:
-        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd."""
+        """Return dx = rstd (g - xhat mean(g xhat)), where g = dy w and xhat = x rstd.
+
+        around: the gradient of x that flows around the norm, to be added.
+        """
         g = dy * w
         dx = self.xp.multiply(x, rstd[..., None], out=out)  # xhat
         slope = self._row_dots(g, dx) / self.scalar(x.shape[-1])
         dx *= slope[..., None]
         self.xp.subtract(g, dx, out=dx)
         dx *= rstd[..., None]
+        if around is not None:
+            dx += around
         return dx
 
     @shapes("dy[..D] x[..D] rstd[..] dw[D]+ ->")
@@ -166,14 +178,24 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         y += b
         return y, x[..., 0] + mean, rstd
 
-    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] -> dx[..D]")
+    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] around[..D]? -> dx[..D]")
     def layernorm_backward_input(
-        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array, out: Array | None = None
+        self,
+        dy: Array,
+        x: Array,
+        w: Array,
+        mean: Array,
+        rstd: Array,
+        around: Array | None = None,
+        *,
+        out: Array | None = None,
     ) -> Array:
-        """Return dx = c - mean(c), where c is the gradient of x - mean."""
+        """Return dx = c - mean(c), where c is the gradient of x - mean; around as in RMSNorm."""
         c = self.xp.subtract(x, mean[..., None], out=out)
         ArrayOps.rmsnorm_backward_input(self, dy, c, w, rstd, out=c)
         c -= (self._row_sums(c) / self.scalar(x.shape[-1]))[..., None]
+        if around is not None:
+            c += around
         return c
 
     @shapes("dy[..D] x[..D] mean[..] rstd[..] dw[D]+ db[D]+ ->")

@@ -220,11 +220,19 @@ def layernorm_forward(
 
 @compiled(REORDER, "always")
 def _norm_backward_row(
-    dy: Array, x: Array, w: Array, i: int, m: Any, r: Any, centered: bool, dx: Array
+    dy: Array,
+    x: Array,
+    w: Array,
+    i: int,
+    m: Any,
+    r: Any,
+    around: Array | None,
+    centered: bool,
+    dx: Array,
 ) -> None:
     """Write r (g - mean(g) - xhat mean(g xhat)), g = dy w, to row i of dx (N, D).
 
-    If x was not centered, mean(g) is left out.
+    If x was not centered, mean(g) is left out. around: what is added, if given.
     """
     width = x.dtype.type(x.shape[1])
     level = slope = x.dtype.type(0.0)
@@ -235,22 +243,27 @@ def _norm_backward_row(
     level, slope = level / width if centered else x.dtype.type(0.0), slope / width
     for j in range(x.shape[1]):
         dx[i, j] = r * (dy[i, j] * w[j] - level - (x[i, j] - m) * r * slope)
+    if around is not None:
+        for j in range(x.shape[1]):
+            dx[i, j] += around[i, j]
 
 
 @compiled(REORDER)
-def rmsnorm_backward_input(dy: Array, x: Array, w: Array, rstd: Array, dx: Array) -> None:
+def rmsnorm_backward_input(
+    dy: Array, x: Array, w: Array, rstd: Array, around: Array | None, dx: Array
+) -> None:
     """Write rstd (g - xhat mean(g xhat)), g = dy w, to dx (N, D)."""
     for i in range(x.shape[0]):
-        _norm_backward_row(dy, x, w, i, x.dtype.type(0.0), rstd[i], False, dx)
+        _norm_backward_row(dy, x, w, i, x.dtype.type(0.0), rstd[i], around, False, dx)
 
 
 @compiled(REORDER)
 def layernorm_backward_input(
-    dy: Array, x: Array, w: Array, mean: Array, rstd: Array, dx: Array
+    dy: Array, x: Array, w: Array, mean: Array, rstd: Array, around: Array | None, dx: Array
 ) -> None:
     """Write rstd (g - mean(g) - xhat mean(g xhat)), g = dy w, to dx (N, D)."""
     for i in range(x.shape[0]):
-        _norm_backward_row(dy, x, w, i, mean[i], rstd[i], True, dx)
+        _norm_backward_row(dy, x, w, i, mean[i], rstd[i], around, True, dx)
 
 
 @compiled(ROUND_ONCE)

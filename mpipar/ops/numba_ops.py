@@ -48,7 +48,7 @@ def in_one_pass(chain: Method) -> Method:
                 self.scalar(x)
                 if number
                 else x
-                if inner is None
+                if inner is None or x is None
                 else x.reshape(-1, *x.shape[x.ndim - inner :])
                 for x, (number, inner) in zip((*arguments, *results), kinds, strict=True)
             ]

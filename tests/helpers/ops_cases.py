@@ -129,16 +129,21 @@ def _norm(ops, make, sizes):
     ops.layernorm_backward_weight(dy, x, mean, rstd, dw, db)
     rms_y, rms_rstd = ops.rmsnorm_forward(x, w, 1e-5)
     rms_dx, rms_dw = ops.rmsnorm_backward_input(dy, x, w, rms_rstd), make.sums(sizes.width)
+    around = make.real(*x.shape)
     ops.rmsnorm_backward_weight(dy, x, rms_rstd, rms_dw)
     return {
         "rmsnorm_forward": rms_y,
         "rmsnorm_forward rstd": rms_rstd,
         "rmsnorm_backward_input": rms_dx,
+        "rmsnorm_backward_input around": ops.rmsnorm_backward_input(dy, x, w, rms_rstd, around),
         "rmsnorm_backward_weight": rms_dw,
         "layernorm_forward": y,
         "layernorm_forward mean": mean,
         "layernorm_forward rstd": rstd,
         "layernorm_backward_input": dx,
+        "layernorm_backward_input around": ops.layernorm_backward_input(
+            dy, x, w, mean, rstd, around
+        ),
         "layernorm_backward_weight dw": dw,
         "layernorm_backward_weight db": db,
     }

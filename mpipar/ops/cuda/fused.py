@@ -16,6 +16,7 @@ from mpipar.ops.signature import Array, Runs, ThreeArrays
 
 ROW_THREADS = 128  # threads that share a long row
 WARPS = 4  # of a block whose warps take a row each, as in rows.cuh
+NULL = np.int64(0)  # a pointer to nothing
 ELEMENT_THREADS = 256
 ELEMENTS = 8  # per thread, where all threads share the elements: 16 bytes or twice 16
 MOST_BLOCKS = 1 << 16  # of kernels whose threads take several elements each
@@ -185,10 +186,16 @@ class Fused:
         return y, mean, rstd
 
     def layernorm_backward_input(
-        self, dy: Array, x: Array, w: Array, mean: Array, rstd: Array
+        self,
+        dy: Array,
+        x: Array,
+        w: Array,
+        mean: Array,
+        rstd: Array,
+        around: Array | None = None,
     ) -> Array:
-        """Return dx (..., D)."""
-        return self._norm_backward("layernorm_backward", dy, x, w, mean, rstd)
+        """Return dx (..., D), plus what flows around the norm."""
+        return self._norm_backward("layernorm_backward", dy, x, w, (mean, rstd), around)
 
     def layernorm_backward_weight(
         self, dy: Array, x: Array, mean: Array, rstd: Array, dw: Array, db: Array
@@ -204,9 +211,11 @@ class Fused:
         self._warps("norm.cu", "rmsnorm_forward", x, self._whole(x), w, float(eps), y, rstd)
         return y, rstd
 
-    def rmsnorm_backward_input(self, dy: Array, x: Array, w: Array, rstd: Array) -> Array:
-        """Return dx (..., D)."""
-        return self._norm_backward("rmsnorm_backward", dy, x, w, rstd)
+    def rmsnorm_backward_input(
+        self, dy: Array, x: Array, w: Array, rstd: Array, around: Array | None = None
+    ) -> Array:
+        """Return dx (..., D), plus what flows around the norm."""
+        return self._norm_backward("rmsnorm_backward", dy, x, w, (rstd,), around)
 
     def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
         """Add the sum of dy x rstd to dw (D,)."""
@@ -215,11 +224,17 @@ class Fused:
         self._slabs("norm.cu", by_type("rmsnorm_slabs", x.dtype.name), x, arguments, (dw,))
 
     def _norm_backward(
-        self, kernel: str, dy: Array, x: Array, w: Array, *statistics: Array
+        self,
+        kernel: str,
+        dy: Array,
+        x: Array,
+        w: Array,
+        statistics: tuple[Array, ...],
+        around: Array | None,
     ) -> Array:
-        """Return dx (..., D)."""
         dx = self._xp.empty(x.shape, x.dtype)
-        self._warps("norm.cu", kernel, x, self._whole(dy), self._whole(x), w, *statistics, dx)
+        more = NULL if around is None else self._whole(around)
+        self._warps("norm.cu", kernel, x, self._whole(dy), self._whole(x), w, *statistics, more, dx)
         return dx
 
     def _results(self, x: Array, statistics: int) -> tuple[Array, ...]:

@@ -3,8 +3,8 @@
 //
 // A warp takes a row, in two passes or three (LayerNorm forward). The passes after the first find
 // the row in the L1 cache. From global memory, per element of s bytes: forward 2s and about 8
-// FLOPs, backward_input 3s and 14, slabs 2s and 6. That is 1 to 3 FLOP/byte: memory-bound.
-// Statistics are float32.
+// FLOPs, backward_input 3s (4s with what flows around the norm) and 14, slabs 2s and 6. That is 1
+// to 3 FLOP/byte: memory-bound. Statistics are float32.
 #include "columns.cuh"
 #include "rows.cuh"
 
@@ -70,14 +70,15 @@ rmsnorm_forward(int rows, int columns, const T *x, const T *w, float eps, T *y, 
 }
 
 // dx = scale (g - mean(g) - xhat mean(g xhat)), with g = dy w, xhat = (x - mu) scale; RMSNorm does
-// not centre: mu = 0, and mean(g) is left out of dx.
+// not centre: mu = 0, and mean(g) is left out of dx. around: what is added to it, or nullptr.
 template <bool Centered, typename T>
 __device__ inline void backward_row(int row, int columns, const T *dy, const T *x, const T *w,
-                                    float mu, float scale, T *dx) {
+                                    float mu, float scale, const T *around, T *dx) {
     dy += size_t(row) * columns;
     x += size_t(row) * columns;
     dx += size_t(row) * columns;
-    bool wide = fits<WIDE<T>>(columns, dy, x, w, dx);
+    if (around) around += size_t(row) * columns;
+    bool wide = fits<WIDE<T>>(columns, dy, x, w, around, dx);
     float level = 0.0f;
     float slope = row_sum<WIDE<T>>(wide, columns, [&](auto at) {
         auto d = load(dy, at), in = load(x, at), factor = load(w, at);
@@ -87,27 +88,33 @@ __device__ inline void backward_row(int row, int columns, const T *dy, const T *
     if (Centered) level = warp_sum(level) / columns;
     for_each_of_warp<WIDE<T>>(wide, columns, [&](auto at) {
         auto d = load(dy, at), in = load(x, at), factor = load(w, at);
-        store(dx, at, [&](int i) {
+        auto of_norm = [&](int i) {
             float xhat = (in[i] - mu) * scale;
             return scale * (d[i] * factor[i] - level - xhat * slope);
-        });
+        };
+        if (around) {
+            auto more = load(around, at);
+            store(dx, at, [&](int i) { return of_norm(i) + more[i]; });
+        } else {
+            store(dx, at, of_norm);
+        }
     });
 }
 
 template <typename T>
 __global__ void __launch_bounds__(32 * WARPS)
 layernorm_backward(int rows, int columns, const T *dy, const T *x, const T *w, const float *mean,
-                   const float *rstd, T *dx) {
+                   const float *rstd, const T *around, T *dx) {
     int row = row_of_warp();
-    if (row < rows) backward_row<true>(row, columns, dy, x, w, mean[row], rstd[row], dx);
+    if (row < rows) backward_row<true>(row, columns, dy, x, w, mean[row], rstd[row], around, dx);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(32 * WARPS)
 rmsnorm_backward(int rows, int columns, const T *dy, const T *x, const T *w, const float *rstd,
-                 T *dx) {
+                 const T *around, T *dx) {
     int row = row_of_warp();
-    if (row < rows) backward_row<false>(row, columns, dy, x, w, 0.0f, rstd[row], dx);
+    if (row < rows) backward_row<false>(row, columns, dy, x, w, 0.0f, rstd[row], around, dx);
 }
 
 // dw += sum of dy xhat and db += sum of dy. partial (2, slabs, columns), done: columns.cuh.

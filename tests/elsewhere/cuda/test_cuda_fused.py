@@ -155,6 +155,10 @@ def test_layernorm(case):
                 case.fused.layernorm_backward_input(dy, x, w, *got[1:]),
                 case.ops.layernorm_backward_input(dy64, x64, w64, *expected[1:]),
             )
+            case.check(
+                case.fused.layernorm_backward_input(dy, x, w, *got[1:], x),
+                case.ops.layernorm_backward_input(dy64, x64, w64, *expected[1:], x64),
+            )
         (dw, dw64), (db, db64) = (case.array(columns, dtype=np.float32) for _ in range(2))
         case.fused.layernorm_backward_weight(dy, x, *got[1:], dw, db)
         case.ops.layernorm_backward_weight(dy64, x64, *expected[1:], dw64, db64)
@@ -174,6 +178,10 @@ def test_rmsnorm(case):
             case.check(
                 case.fused.rmsnorm_backward_input(dy, x, w, rstd),
                 case.ops.rmsnorm_backward_input(dy64, x64, w64, rstd64),
+            )
+            case.check(
+                case.fused.rmsnorm_backward_input(dy, x, w, rstd, x),
+                case.ops.rmsnorm_backward_input(dy64, x64, w64, rstd64, x64),
             )
         # From 0 where there is one column: a single sum may cancel to nothing but its rounding.
         dw, dw64 = case.array(columns, scale=float(columns > 1), dtype=np.float32)
