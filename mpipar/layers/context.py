@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
+from mpipar.config.sections import Config
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.parallel.attention_recompute import RecomputedAttention
 from mpipar.layers.parallel.context import MakeAttention, attention_over
@@ -90,7 +91,7 @@ class Context:
         return found
 
 
-def recompute_options(config: Any) -> dict[str, Any]:
+def recompute_options(config: Config) -> dict[str, Any]:
     """Return the fields of a Context that a Config determines, with those of recomputation."""
     memory = config.memory
     scores = memory.recompute == "attention"
@@ -102,7 +103,7 @@ def recompute_options(config: Any) -> dict[str, Any]:
     }
 
 
-def recomputed_blocks(config: Any) -> int:
+def recomputed_blocks(config: Config) -> int:
     """Return how many leading blocks of a stage rerun their whole forward pass."""
     whole = config.memory.recompute == "block"
     return recompute_options(config)["recompute_blocks"] if whole else 0

@@ -6,13 +6,13 @@ Letters: B batch, T tokens, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from mpipar.layers.context import Context
 from mpipar.layers.contracts import Layer
 from mpipar.layers.param import Param
 from mpipar.layers.recompute import recompute
 from mpipar.layers.stash import Stash
+from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 
 
@@ -25,7 +25,7 @@ class Norm:
     """
 
     fills: tuple[tuple[str, float], ...]
-    _functions: Callable[[Any], tuple[Callable[..., Any], ...]]
+    _functions: Callable[[Ops], tuple[Callable[..., Array], ...]]
 
     def __init__(self, context: Context, name: str, d_model: int, eps: float = 1e-5) -> None:
         self.ops, self.name, self.eps = context.ops, name, eps
@@ -69,7 +69,7 @@ class LayerNorm(Norm):
 
     fills = ("w", 1.0), ("b", 0.0)
 
-    def _functions(self, ops: Any) -> tuple[Callable[..., Any], ...]:
+    def _functions(self, ops: Ops) -> tuple[Callable[..., Array], ...]:
         return (ops.layernorm_forward, ops.layernorm_backward_input, ops.layernorm_backward_weight)
 
 
@@ -78,7 +78,7 @@ class RMSNorm(Norm):
 
     fills = (("w", 1.0),)
 
-    def _functions(self, ops: Any) -> tuple[Callable[..., Any], ...]:
+    def _functions(self, ops: Ops) -> tuple[Callable[..., Array], ...]:
         return ops.rmsnorm_forward, ops.rmsnorm_backward_input, ops.rmsnorm_backward_weight
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.groups import Comms
@@ -152,7 +153,9 @@ class Param:
         """
         return grid.places(tuple(self.placement))
 
-    def initial_run(self, seed: int, spread: float, first: int, count: int, dtype: Any) -> Array:
+    def initial_run(
+        self, seed: int, spread: float, first: int, count: int, dtype: DTypeLike
+    ) -> Array:
         """Return `count` initial values, flat, from place `first` of the shard; padding is zero."""
         width = math.prod(self.local_shape[1:])
         rows = slice(first // width, -(-(first + count) // width))

@@ -4,7 +4,7 @@ Layers and models do arithmetic only through the object that `make` returns. The
 therefore runs on a CPU, on a GPU, and without any numbers at all where only the shapes count.
 """
 
-from typing import Any
+from typing import Protocol
 
 from mpipar.errors import UsageError
 from mpipar.ops.array_ops import ArrayOps
@@ -14,7 +14,7 @@ from mpipar.ops.functions import Ops
 from mpipar.ops.mixed_ops import DTYPES, MixedOps
 from mpipar.ops.numba_ops import NumbaOps
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.ops.shape_ops import ShapeOps
+from mpipar.ops.shape_ops import Recording, ShapeOps
 
 __all__ = ["KERNELS", "make", "make_for", "problems", "shapes_for"]
 
@@ -22,10 +22,23 @@ DEVICES = ("cpu", "cuda", "shapes")
 KERNELS = {"cpu": ("numpy", "numba"), "cuda": ("fused", "plain")}  # the first is the default
 
 
+class Settings(Protocol):
+    """What the settings of a run say about its array functions."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def kernels(self) -> str | None: ...
+    @property
+    def gemm(self) -> str: ...
+
+
 def make(
     device: str,
     dtype: str,
-    recorder: Any = None,
+    recorder: Recording | None = None,
     kernels: str | None = None,
     gemm: str = "blas",
     host_rank: int = 0,
@@ -62,11 +75,11 @@ def _default(device: str, dtype: str) -> str:
     return "plain" if (device, dtype) == ("cuda", "float64") else KERNELS[device][0]
 
 
-def make_for(run: Any, host_rank: int = 0) -> Ops:
-    """Return the array functions that the settings of a run (a RunConfig) ask for."""
+def make_for(run: Settings, host_rank: int = 0) -> Ops:
+    """Return the array functions that the settings of a run ask for."""
     return make(run.device, run.dtype, None, run.kernels, run.gemm, host_rank)
 
 
-def shapes_for(run: Any, recorder: Any) -> Any:
-    """Return the array functions on shapes that predict the bytes of a run (a RunConfig)."""
+def shapes_for(run: Settings, recorder: Recording | None) -> Ops:
+    """Return the array functions on shapes that predict the bytes of a run."""
     return make("shapes", run.dtype, recorder, run.kernels or _default(run.device, run.dtype))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.ops.arrays import Arrays
 from mpipar.ops.signature import Array, ThreeArrays, shapes
@@ -198,11 +199,11 @@ class AttentionFormulas(Arrays):
         """Return softmax of factor scores over the visible keys, 0 elsewhere."""
         return self._normalised(self._visible(scores, q_pos, k_pos, factor))[0]
 
-    def _softmax_backward(self, probs: Array, dprobs: Array, factor: Any) -> Array:
+    def _softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> Array:
         """Return the gradient of the products q k^T."""
         return probs * (dprobs - (probs * dprobs).sum(axis=-1, keepdims=True)) * factor
 
-    def _weighted(self, probs: Array, v: Array, dtype: Any) -> Array:
+    def _weighted(self, probs: Array, v: Array, dtype: DTypeLike) -> Array:
         """Return y = probs v (B, Tq, H, d) in a type."""
         batch, heads, queries, _ = probs.shape
         y = self.xp.empty((batch, queries, heads, v.shape[-1]), dtype)

@@ -5,9 +5,11 @@ The rules of all formulas are in `array_ops`.
 
 from collections.abc import Sequence
 from time import perf_counter_ns
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.ops.signature import Array, Runs, Shape, memory, shapes
 
@@ -34,23 +36,24 @@ class Arrays:
     table_multiple = 1
     copies: "Copies"  # those of a device, which run beside its computing stream
 
-    def __init__(self, xp: Any, dtype: Any, device: str) -> None:
+    def __init__(self, xp: ModuleType, dtype: DTypeLike, device: str) -> None:
         self.xp = xp
-        self.dtype = self.statistics = np.dtype(dtype)
+        self.dtype: np.dtype = np.dtype(dtype)
+        self.statistics = self.dtype
         self.device = device
         # A NumPy float64 scalar would widen a float32 array (NEP 50), so this casts every scalar.
-        self.scalar = self.dtype.type
+        self.scalar: Any = self.dtype.type
         self.lowest = np.finfo(self.dtype).min  # the maximum of an empty set, in this type
 
     # Memory. `label` says what the bytes are for; only the shape implementation counts them.
 
     @memory
-    def empty(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
+    def empty(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
         """Return an uninitialised array."""
         return self.xp.empty(shape, self.dtype if dtype is None else dtype)
 
     @memory
-    def zeros(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
+    def zeros(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
         """Return an array of zeros."""
         return self.xp.zeros(shape, self.dtype if dtype is None else dtype)
 
@@ -71,7 +74,7 @@ class Arrays:
         return list(map(float, xs))
 
     @memory
-    def pinned(self, shape: Shape, dtype: Any) -> np.ndarray:
+    def pinned(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
         """Return an uninitialised host array from which copies to the device run fastest."""
         return np.empty(shape, dtype)
 

@@ -8,9 +8,11 @@ the end of each copy, before which its memory must not be touched.
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.ops.signature import Array, Shape
 
@@ -21,7 +23,7 @@ class Copies:
     pinned(shape, dtype) returns page-locked memory.
     """
 
-    def __init__(self, xp: Any, pinned: Callable[[Shape, Any], np.ndarray]) -> None:
+    def __init__(self, xp: ModuleType, pinned: Callable[[Shape, Any], np.ndarray]) -> None:
         self._xp, self._pinned = xp, pinned
         # Blocking streams would wait for the default stream, where products run.
         self._out = xp.cuda.Stream(non_blocking=True)
@@ -67,7 +69,7 @@ class Copies:
         """Make what is computed from now on wait for the event."""
         self._xp.cuda.get_current_stream().wait_event(event)
 
-    def room(self, shape: Shape, dtype: Any) -> np.ndarray:
+    def room(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
         """Return new page-locked memory. Memory that copies to the device still read is kept."""
         self._arriving = [(event, host) for event, host in self._arriving if not event.done]
         return self._pinned(shape, dtype)

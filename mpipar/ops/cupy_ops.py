@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.array_ops import ArrayOps
@@ -50,7 +51,7 @@ class CupyOps(ArrayOps):
     table_multiple = 128
     checksum_block = 1 << 22  # few kernels, and 64 MiB of temporaries
 
-    def __init__(self, dtype: Any, gemm: str = "blas", host_rank: int = 0) -> None:
+    def __init__(self, dtype: DTypeLike, gemm: str = "blas", host_rank: int = 0) -> None:
         super().__init__(_usable_cupy(host_rank), dtype, "cuda")
         self.copies = Copies(self.xp, self.pinned)
         self._blas = BlasGemm(self.xp)
@@ -136,7 +137,7 @@ class CupyOps(ArrayOps):
         host: np.ndarray = self.xp.asnumpy(x)
         return host
 
-    def pinned(self, shape: Shape, dtype: Any) -> np.ndarray:
+    def pinned(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
         """Return an uninitialised host array in page-locked memory, where copies run fastest."""
         dtype = np.dtype(dtype)
         count = math.prod(shape)

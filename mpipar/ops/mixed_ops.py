@@ -12,6 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.functions import EPILOGUES, EXACT_IN_16_BITS, MEMORY, Ops
@@ -38,7 +39,7 @@ class MixedOps(Ops):
     exact: the float32 functions. statistics: the type of gradients, master weights and sums.
     """
 
-    def __init__(self, exact: Any, dtype: str) -> None:
+    def __init__(self, exact: Ops, dtype: str) -> None:
         self.exact, self.xp, self.device = exact, exact.xp, exact.device
         self.dtype, self.statistics = DTYPES[dtype], exact.dtype
         self._as_they_are = {*MEMORY, *EXACT_IN_16_BITS, *exact.takes_16_bits}
@@ -98,10 +99,10 @@ class MixedOps(Ops):
         """Return result x of the exact function, rounded if it is an activation."""
         return x if part.kind else x.astype(self.dtype)
 
-    def empty(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
+    def empty(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
         """Return an uninitialised array."""
         return self.exact.empty(shape, self.dtype if dtype is None else dtype, label)
 
-    def zeros(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
+    def zeros(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
         """Return an array of zeros."""
         return self.exact.zeros(shape, self.dtype if dtype is None else dtype, label)

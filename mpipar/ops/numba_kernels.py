@@ -175,7 +175,7 @@ def _sum(row: Array) -> Any:
 
 
 @compiled(REORDER)
-def _rstd(row: Array, eps: Any) -> Any:
+def _rstd(row: Array, eps: float) -> Any:
     """Return 1 / sqrt(mean of the squares of row (D,) + eps), summed in the same way."""
     total, one = row.dtype.type(0.0), row.dtype.type(1.0)
     for start in range(0, row.size, RUN):
@@ -187,7 +187,7 @@ def _rstd(row: Array, eps: Any) -> Any:
 
 
 @compiled(ROUND_ONCE)
-def rmsnorm_forward(x: Array, w: Array, eps: Any, y: Array, rstd: Array) -> None:
+def rmsnorm_forward(x: Array, w: Array, eps: float, y: Array, rstd: Array) -> None:
     """Write x rstd w to y (N, D), and rstd (N,)."""
     for i in range(x.shape[0]):
         r = _rstd(x[i], eps)
@@ -198,7 +198,7 @@ def rmsnorm_forward(x: Array, w: Array, eps: Any, y: Array, rstd: Array) -> None
 
 @compiled(ROUND_ONCE)
 def layernorm_forward(
-    x: Array, w: Array, b: Array, eps: Any, y: Array, mean: Array, rstd: Array
+    x: Array, w: Array, b: Array, eps: float, y: Array, mean: Array, rstd: Array
 ) -> None:
     """Normalise and scale the rows of x (N, D) into y; mean and rstd (N,).
 
@@ -224,8 +224,8 @@ def _norm_backward_row(
     x: Array,
     w: Array,
     i: int,
-    m: Any,
-    r: Any,
+    m: float,
+    r: float,
     around: Array | None,
     centered: bool,
     dx: Array,
@@ -352,7 +352,7 @@ def exp_sum(logits: Array, top: Array, total: Array) -> None:
 
 
 @compiled(ROUND_ONCE)
-def scaled_softmax(logits: Array, sums: Array, scale: Any) -> None:
+def scaled_softmax(logits: Array, sums: Array, scale: float) -> None:
     """Write exp(logit - maximum) / sum scale over logits (N, V); both numbers: sums (N, 2)."""
     for i in range(logits.shape[0]):
         top, factor = sums[i, 0], scale / sums[i, 1]
@@ -376,12 +376,12 @@ def adamw_step(
     grad: Array,
     m: Array,
     v: Array,
-    beta1: Any,
-    beta2: Any,
-    eps: Any,
-    decay: Any,
-    root: Any,
-    rate: Any,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    decay: float,
+    root: float,
+    rate: float,
 ) -> None:
     """Update data, m, v (flat): decay = 1 - lr * weight_decay, root and rate: bias correction."""
     one = data.dtype.type(1.0)

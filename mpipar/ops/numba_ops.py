@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.cache import cache_folder
 from mpipar.errors import EnvironmentProblem
@@ -65,7 +66,7 @@ class NumbaOps(NumpyOps):
     Raises EnvironmentProblem when Numba is missing.
     """
 
-    def __init__(self, dtype: Any) -> None:
+    def __init__(self, dtype: DTypeLike) -> None:
         super().__init__(dtype)
         self.kernels = _load_kernels()
 

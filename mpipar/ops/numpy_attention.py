@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.ops.array_attention import filled
 from mpipar.ops.array_ops import ArrayOps
@@ -65,7 +66,7 @@ class NumpyAttention(ArrayOps):
     Constants bound their size.
     """
 
-    def __init__(self, dtype: Any) -> None:
+    def __init__(self, dtype: DTypeLike) -> None:
         super().__init__(np, dtype, "cpu")
         self._buffers: dict[str, np.ndarray] = {}
 
@@ -392,7 +393,7 @@ def _split(scores: Array, queries: Array) -> Array:
     return scores.reshape(*queries.shape[:3], *scores.shape[1:])
 
 
-def _query_tiles(q_pos: Array, k_pos: Array, dtype: Any) -> list[Tile]:
+def _query_tiles(q_pos: Array, k_pos: Array, dtype: DTypeLike) -> list[Tile]:
     """Return the Tiles of queries.
 
     Only if keys are in order is it known, without looking at each pair, which of them are hidden.

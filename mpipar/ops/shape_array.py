@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.ops.signature import Shape
 
@@ -72,7 +73,7 @@ class ShapeArray:
         self.shape, self.dtype, self.strides = shape, dtype, strides
 
     @classmethod
-    def allocate(cls, ledger: Ledger, shape: Shape, dtype: Any, label: str) -> ShapeArray:
+    def allocate(cls, ledger: Ledger, shape: Shape, dtype: DTypeLike, label: str) -> ShapeArray:
         """Return a new C-contiguous array whose bytes are counted under the label."""
         shape, dtype = tuple(operator.index(n) for n in shape), np.dtype(dtype)
         assert all(n >= 0 for n in shape), shape
@@ -128,13 +129,13 @@ class ShapeArray:
     def _view(self, shape: Iterable[int], strides: Iterable[int]) -> ShapeArray:
         return ShapeArray(self._ledger, self._block, tuple(shape), self.dtype, tuple(strides))
 
-    def astype(self, dtype: Any) -> ShapeArray:
+    def astype(self, dtype: DTypeLike) -> ShapeArray:
         """Return a new array of another type; a wider one is a buffer for one computation."""
         wider = np.dtype(dtype).itemsize > self.itemsize
         label = "buffers" if wider else self._block.label
         return ShapeArray.allocate(self._ledger, self.shape, dtype, label)
 
-    def view(self, dtype: Any) -> ShapeArray:
+    def view(self, dtype: DTypeLike) -> ShapeArray:
         """Return the array itself: its memory as another type of the same width."""
         assert np.dtype(dtype).itemsize == self.itemsize, (dtype, self.dtype)
         return self

@@ -9,9 +9,11 @@ results.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda.attention import parts_shape
@@ -20,6 +22,13 @@ from mpipar.ops.numpy_attention import GAP, QUERY_TILE, part_sizes
 from mpipar.ops.numpy_ops import PRODUCT_TILE
 from mpipar.ops.shape_array import Ledger, ShapeArray
 from mpipar.ops.signature import Array, Function, Part, Shape, ThreeArrays, shape_of
+
+
+class Recording(Protocol):
+    """Who says in which phase a product runs: the recorder of a step."""
+
+    @property
+    def phase(self) -> str: ...
 
 
 class ShapeOps(Ops):
@@ -34,18 +43,17 @@ class ShapeOps(Ops):
 
     def __init__(
         self,
-        dtype: Any,
-        recorder: Any = None,
+        dtype: DTypeLike,
+        recorder: Recording | None = None,
         like: type[ArrayOps] = ArrayOps,
         keeps_scratch: bool = False,
     ) -> None:
         self.takes_16_bits, self.tiled_head_width = like.takes_16_bits, like.tiled_head_width
         self.table_multiple = like.table_multiple
-        self.xp = None
+        self.xp = ModuleType("shapes")  # which computes nothing
         self.dtype = self.statistics = np.dtype(dtype)
         self.device = "shapes"
         self.worst_case = False  # whether the experts of this rank get as many rows as possible
-        self.routed: tuple[np.ndarray, int] | None = None  # see `row_counts`
         self.recorder = recorder
         self.flops: Counter[str] = Counter()
         self._ledger = Ledger()
@@ -71,13 +79,13 @@ class ShapeOps(Ops):
 
     # Memory.
 
-    def empty(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
+    def empty(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
         """Return a new array, its bytes counted under the label until its last view is gone."""
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         dtype = self.dtype if dtype is None else dtype
         return ShapeArray.allocate(self._ledger, shape, dtype, label)
 
-    def zeros(self, shape: Shape, dtype: Any = None, label: str = "stash") -> Array:
+    def zeros(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
         """Return a new array."""
         return self.empty(shape, dtype, label)
 
@@ -99,19 +107,7 @@ class ShapeOps(Ops):
         """Return as many numbers as counts has; they differ by one at most, and their sum is total.
 
         In the worst case those in `own` add up to the product of `most`, and the others are 0.
-        routed: (rows that each rank of a group has for each expert (q, E), this rank's place in
-        it). With it, counts are those of this rank's own rows, of all ranks' rows for its experts
-        if `most` is given, or of all rows if `own` is given.
         """
-        if self.routed is not None and counts.size > 1 and not self.worst_case:
-            table, place = self.routed
-            if own is not None:
-                routed = table.sum(axis=0)
-            else:
-                routed = (
-                    np.split(table, len(table), axis=1)[place].ravel() if most else table[place]
-                )
-            return list(map(int, routed))
         found = [0] * counts.size
         worst = bool(most) and self.worst_case
         places = range(counts.size)[(worst and own) or slice(None)]

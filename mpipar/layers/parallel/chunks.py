@@ -7,6 +7,8 @@ chunks are joined.
 
 from __future__ import annotations
 
+from numpy.typing import DTypeLike
+
 from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
@@ -59,7 +61,7 @@ def packed(ops: Ops, *arrays: Array) -> Array:
     return whole
 
 
-def rounded(ops: Ops, x: Array, dtype: object) -> Array:
+def rounded(ops: Ops, x: Array, dtype: DTypeLike) -> Array:
     """Return x rounded to the dtype of activations; x itself if it already has it."""
     if x.dtype == dtype:
         return x

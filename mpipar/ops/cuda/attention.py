@@ -6,6 +6,7 @@ float32. Letters as in `array_ops`. d is at most MOST_WIDTH, and Hkv may be any 
 
 from collections.abc import Sequence
 from math import ceil
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,7 +86,7 @@ def delta_name(y_dtype: str, dtype: str) -> str:
 class Attention:
     """The kernels through one loader; results are new arrays of `xp` unless stated otherwise."""
 
-    def __init__(self, xp: Any, loader: Loader) -> None:
+    def __init__(self, xp: ModuleType, loader: Loader) -> None:
         self._xp, self._loader = xp, loader
 
     def forward(

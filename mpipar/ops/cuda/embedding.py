@@ -5,6 +5,7 @@ its columns.
 """
 
 from math import ceil
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ NAMES = {dtype: names(dtype) for dtype in TYPES}
 class Embedding:
     """The kernels through one loader. Gradients are float32, or float64 if all numbers are."""
 
-    def __init__(self, xp: Any, loader: Loader) -> None:
+    def __init__(self, xp: ModuleType, loader: Loader) -> None:
         self._xp, self._loader = xp, loader
 
     def forward(self, ids: Array, table: Array, start: int) -> Array:

@@ -6,6 +6,7 @@ remains a product followed by a kernel. The library is the one that cuBLAS has l
 
 import ctypes
 import warnings
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpipar.ops.cuda.gemm import BlasGemm, checked, stored
@@ -45,12 +46,12 @@ class _Found(ctypes.Structure):
 class _Plan(NamedTuple):
     """What is chosen once per shape: descriptors of the product and of its matrices."""
 
-    product: Any
-    matrices: tuple[Any, Any, Any]
+    product: ctypes.c_void_p
+    matrices: tuple[ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     found: _Found
 
 
-def library(xp: Any) -> Any:
+def library(xp: ModuleType) -> Any:
     """Return the cuBLASLt of the same CUDA as CuPy's cuBLAS, or the OSError that says why not."""
     try:
         return ctypes.CDLL(f"libcublasLt.so.{xp.cuda.runtime.runtimeGetVersion() // 1000}")
@@ -61,7 +62,7 @@ def library(xp: Any) -> Any:
 class Epilogues:
     """Products with epilogues. blas: provides types and factors. speaks: whether to warn."""
 
-    def __init__(self, xp: Any, blas: BlasGemm, speaks: bool) -> None:
+    def __init__(self, xp: ModuleType, blas: BlasGemm, speaks: bool) -> None:
         self._xp, self._blas, self._speaks = xp, blas, speaks
         self._library = library(xp)
         self._plans: dict[tuple[Any, ...], _Plan | None] = {}

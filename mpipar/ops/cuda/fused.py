@@ -6,6 +6,7 @@ vocabulary shard. Sums over rows go through slabs, not atomics, so every run giv
 """
 
 from math import ceil
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def by_row(kernel: str, dtype: str) -> str:
 class Fused:
     """The kernels through one loader; results are new arrays of `xp` unless stated otherwise."""
 
-    def __init__(self, xp: Any, loader: Loader) -> None:
+    def __init__(self, xp: ModuleType, loader: Loader) -> None:
         self._xp, self._loader = xp, loader
         self._done = xp.zeros((0,), np.int32)  # see columns.cuh
         self._tables: dict[bytes, Array] = {}  # of AdamW, by their contents

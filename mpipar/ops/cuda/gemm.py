@@ -7,6 +7,7 @@ float64 for 64-bit ones. Both operands have the same type. `out` may be wider, a
 """
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class BlasGemm:
     fast; used only on request.
     """
 
-    def __init__(self, xp: Any, tf32: bool = False) -> None:
+    def __init__(self, xp: ModuleType, tf32: bool = False) -> None:
         self._blas, self._device = xp.cuda.cublas, xp.cuda.device
         runtime = xp.cuda.runtime
         self.types = {

@@ -6,6 +6,7 @@ Nothing here imports CuPy, so tests and tools can read the sources without it or
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ class Loader:
     """
 
     def __init__(
-        self, xp: Any, oldest: int = OLDEST_DEVICE, folders: Sequence[Path] = (FOLDER,)
+        self, xp: ModuleType, oldest: int = OLDEST_DEVICE, folders: Sequence[Path] = (FOLDER,)
     ) -> None:
         found = xp.cuda.Device().compute_capability
         if int(found) < oldest:
@@ -129,6 +130,6 @@ class Loader:
         return function
 
 
-def num_processors(xp: Any) -> int:
+def num_processors(xp: ModuleType) -> int:
     """Return the number of streaming multiprocessors of the current device."""
     return int(xp.cuda.Device().attributes["MultiProcessorCount"])

@@ -5,7 +5,7 @@ import pytest
 from cuda_fused import BOUNDS, DTYPES, HostLoader, Poisoned, hosts, place, relative
 from ops_cases import ADAMW, plain, runs_of
 
-from mpipar.ops.array_ops import rope_table
+from mpipar.ops.array_attention import rope_table
 from mpipar.ops.cuda.fused import Fused
 
 # Rows, columns: not multiples of a warp or of a slab; in the last, packs of 16 bytes that are more

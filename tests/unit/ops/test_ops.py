@@ -16,7 +16,7 @@ from ops_cases import (
 )
 
 from mpipar.ops import make, numpy_attention, numpy_ops
-from mpipar.ops.array_ops import rope_frequencies, rope_table
+from mpipar.ops.array_attention import rope_frequencies, rope_table
 
 DIFFERENCES = 1e-6
 
