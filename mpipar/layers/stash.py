@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpipar.ops.signature import Array, Shape
+
+if TYPE_CHECKING:
+    from mpipar.layers.parallel.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
@@ -36,9 +39,10 @@ class Stash(dict[tuple[Any, str], Any]):
     every message into a new buffer, which then belongs to the layers.
     """
 
-    def __init__(self, batch: Any = None, cache: Any = None) -> None:
+    def __init__(self, batch: Batch | None = None, cache: KVCache | None = None) -> None:
         super().__init__()
-        self.batch, self.cache = batch, cache
+        self.batch: Batch = batch  # type: ignore[assignment]  # None: no layer here reads it
+        self.cache = cache
 
     def inner(self) -> Stash:
         """Return an empty stash for a layer within a layer: all of this one except its arrays.
