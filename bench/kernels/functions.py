@@ -50,10 +50,10 @@ class EventOps(Ops):
         real = getattr(self._ops, function.name)
         if not self.active or function.name in MEMORY:
             return real(*arguments, **named)
-        start, before = self.instant(), time.perf_counter()
+        start, before = self.timestamp(), time.perf_counter()
         result = real(*arguments, **named)
         spent = time.perf_counter() - before
-        self.noted.append((function.name, start, self.instant(), spent))
+        self.noted.append((function.name, start, self.timestamp(), spent))
         return result
 
     def times(self) -> dict[str, tuple[float, float]]:

@@ -79,7 +79,7 @@ class Gpu:
         wide = expected.astype(np.float64)
         error, size = (
             square**0.5
-            for square in self.ops.numbers(
+            for square in self.ops.to_floats(
                 [self.ops.square_sum(x) for x in (got.astype(np.float64) - wide, wide)]
             )
         )

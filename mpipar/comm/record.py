@@ -394,7 +394,7 @@ class Recorder:
     def span(self, kind: str, start: Any, stage: int = -1, mb: int = -1, end: Any = None) -> None:
         """Append a compute span from `start` to `end` (default: now).
 
-        Both are ns, or marks on a device (`ops.instant`), in which case `settle` appends the span.
+        Both are ns, or marks on a device (`ops.timestamp`): then `settle` appends the span.
         """
         span = kind, start, perf_counter_ns() if end is None else end, self.step, stage, mb
         if type(start) is int:

@@ -46,8 +46,8 @@ class Rotation:
         assert config.head_dim, "completed"
         host = rope_table(
             config.seq_len, config.head_dim, config.rope_theta, config.rope_scaling
-        ).astype(ops.statistics)
-        self.table = ops.empty(host.shape, ops.statistics, label="buffers")
+        ).astype(ops.accum_dtype)
+        self.table = ops.empty(host.shape, ops.accum_dtype, label="buffers")
         ops.copy(self.table, ops.asarray(host))
 
     def forward(self, x: Array, positions: Array) -> None:

@@ -25,7 +25,7 @@ class TokenEmbedding:
     def __init__(
         self, context: Context, token_table: Param, longest_row: int, *, std: float
     ) -> None:
-        self.ops, self.held, self.name = context.ops, context.held, "embedding"
+        self.ops, self.token_layout, self.name = context.ops, context.token_layout, "embedding"
         self.tokens = token_table  # (V, D) cut on V; perhaps shared with the head
         self.params = [self.tokens]
         self.start = token_table.shard * token_table.local_shape[0]
@@ -36,7 +36,7 @@ class TokenEmbedding:
         Comm: one all_reduce of y over tp.
         """
         y = self.ops.embedding_forward(stash.batch.tokens, self.tokens.data, self.start)
-        return self.held.scatter(y, self.name)
+        return self.token_layout.scatter(y, self.name)
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Keep dy for the tables; no layer below needs a gradient."""
@@ -54,7 +54,7 @@ class TokenEmbedding:
 
         Comm: with --sequence-parallel one all_gather of dy over tp.
         """
-        dy = self.held.gather(stash.pop((self.name, "dy")), stash.batch.shape[1], self.name)
+        dy = self.token_layout.gather(stash.pop((self.name, "dy")), stash.batch.shape[1], self.name)
         self.ops.embedding_backward_weight(stash.batch.tokens, dy, self.tokens.grad, self.start)
         return dy
 
@@ -77,7 +77,8 @@ class Embedding(TokenEmbedding):
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return y (B, T, D) of the tokens held. Comm: one all_reduce of y over tp."""
         y = super().forward(x, stash)
-        positions = self.held.positions(stash.batch.positions)  # (T,), or (B, T) for each row
+        # (T,), or (B, T) for each row
+        positions = self.token_layout.positions(stash.batch.positions)
         return self.ops.position_forward(y, positions, self.positions.data)
 
     def backward_weight(self, stash: Stash) -> None:

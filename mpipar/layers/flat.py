@@ -69,11 +69,11 @@ class FlatParams:
         self.units: dict[int, slice] = dict(self.runs(attrgetter("unit")))  # in buffer order
         self.cut()
         self.moments: dict[str, Array] = {}  # made by the optimizer
-        self.rounds = ops.dtype != ops.statistics  # data is a rounded copy of the masters
+        self.rounds = ops.dtype != ops.accum_dtype  # data is a rounded copy of the masters
         self.data = self.master = self.zeros("data", ops.dtype, "weights")
-        self.grad = self.zeros("grad", ops.statistics, "gradients")
+        self.grad = self.zeros("grad", ops.accum_dtype, "gradients")
         if self.rounds:
-            self.master = self.zeros("master", ops.statistics, "optimizer")
+            self.master = self.zeros("master", ops.accum_dtype, "optimizer")
         for kind in ("data", "grad", "master"):
             if self.shares(kind):
                 self.displace(kind, slice(0, self.total))
@@ -111,7 +111,7 @@ class FlatParams:
 
     def add_moment(self, kind: str) -> None:
         """Allocate the buffer of an optimizer's moment, filled with zeros."""
-        self.moments[kind] = self.zeros(kind, self.ops.statistics, "optimizer")
+        self.moments[kind] = self.zeros(kind, self.ops.accum_dtype, "optimizer")
 
     @property
     def state(self) -> dict[str, Array]:
@@ -209,7 +209,7 @@ class FlatParams:
                 if param.fill is not None and not spread:
                     self.ops.fill(view, param.fill)
                     continue
-                values = param.initial_run(seed, spread, first, view.size, self.ops.statistics)
+                values = param.initial_run(seed, spread, first, view.size, self.ops.accum_dtype)
                 self.ops.copy(view, self.ops.asarray(values))
         self.publish()
 

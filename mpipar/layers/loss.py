@@ -23,7 +23,7 @@ class Head:
     """
 
     def __init__(self, context: Context, table: Param) -> None:
-        self.ops, self.held, self.name = context.ops, context.held, "head"
+        self.ops, self.token_layout, self.name = context.ops, context.token_layout, "head"
         self.table = table
         self.params = [table]
 
@@ -32,7 +32,7 @@ class Head:
 
         Comm: with --sequence-parallel one all_gather of x over tp.
         """
-        x = self.held.gather(x, stash.batch.shape[1], self.name)
+        x = self.token_layout.gather(x, stash.batch.shape[1], self.name)
         if stash.cache is not None:
             x = x[:, -1:]  # only the newest token determines what comes next
         stash[self.name, "x"] = x
@@ -45,7 +45,7 @@ class Head:
         """
         stash[self.name, "dy"] = dy
         dx = self.ops.matmul(dy, self.table.data)
-        return self.held.scatter(dx.reshape(stash[self.name, "x"].shape), self.name)
+        return self.token_layout.scatter(dx.reshape(stash[self.name, "x"].shape), self.name)
 
     def backward_weight(self, stash: Stash) -> None:
         """Accumulate the table's gradient."""

@@ -119,7 +119,7 @@ class MixtureOfExperts:
         experts, width = config.experts, config.expert_ffn
         assert experts, "completed"
         assert width, "completed"
-        self.ops, self.name, self.held = context.ops, name, context.held
+        self.ops, self.name, self.token_layout = context.ops, name, context.token_layout
         self.expert = context.comms["expert"]
         self.dispatch = ExpertDispatch(self.ops, self.expert, name, experts)
         self.recorder = context.comms.recorder
@@ -158,7 +158,7 @@ class MixtureOfExperts:
         a = self.ops.swiglu_forward(h) if self.gated else self.ops.gelu_forward(h)
         rows = self.ops.grouped_matmul_nt(a, self.down.data, plan.counts)
         y = self.dispatch.combine(rows, plan, weighted=True)
-        return self.held.scatter(self._by_row(y, stash), f"{self.name}.down")
+        return self.token_layout.scatter(self._by_row(y, stash), f"{self.name}.down")
 
     def recompute(self, x: Array, stash: Stash) -> None:
         """Fill the stash as forward does. Comm: over expert the counts and the rows."""
@@ -169,7 +169,7 @@ class MixtureOfExperts:
 
         Comm: over expert the counts and the rows.
         """
-        x = self.held.gather(x, stash.batch.shape[1], f"{self.name}.up")
+        x = self.token_layout.gather(x, stash.batch.shape[1], f"{self.name}.up")
         x = x.reshape(-1, x.shape[-1])
         choice = self.router.forward(x, stash)
         plan = self.dispatch.plan(choice)
@@ -195,7 +195,7 @@ class MixtureOfExperts:
         """
         ops, dispatch, name = self.ops, self.dispatch, self.name
         plan, h = stash.pop((name, "plan")), stash.pop((name, "h"))
-        dy = self.held.gather(dy, stash.batch.shape[1], f"{name}.down")
+        dy = self.token_layout.gather(dy, stash.batch.shape[1], f"{name}.down")
         dy = dispatch.rows(dy.reshape(-1, dy.shape[-1]), plan)  # (R, D)
         factors = dispatch.factors(plan)
         da = ops.grouped_matmul(dy, self.down.data, plan.counts)
@@ -211,7 +211,7 @@ class MixtureOfExperts:
         dx = ops.accumulate(dx, self.router.backward_input(dprobs, stash))
         stash[name, "dh"], stash[name, "a"], stash[name, "dy"] = dh, a, dy
         stash[name, "counts"] = plan.counts
-        return self.held.scatter(self._by_row(dx, stash), f"{name}.up")
+        return self.token_layout.scatter(self._by_row(dx, stash), f"{name}.up")
 
     def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of the router and of this rank's experts."""

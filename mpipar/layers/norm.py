@@ -36,7 +36,7 @@ class Norm:
                 (d_model,),
                 fill=fill,
                 decay=False,
-                partial_groups=context.held.partial_groups,
+                partial_groups=context.token_layout.partial_groups,
             )
             for kind, fill in self.fills
         ]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mpipar.ops.signature import Array
 
 
-class Recomputed:
+class ActivationRecompute:
     """Layers that run forward twice; the second time leaves out the result, which nothing reads.
 
     layers: those of a block, first to last.

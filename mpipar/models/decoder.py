@@ -32,7 +32,7 @@ from mpipar.layers.parallel.row_ring import RowRingLinear
 from mpipar.layers.parallel.row_sequence import RowSequenceLinear
 from mpipar.layers.parallel.tokens import SequenceShardedTokens
 from mpipar.layers.param import ALONE, Param
-from mpipar.models.stage import LayerRun, stage_parts
+from mpipar.models.stage import PipelineStage, stage_parts
 
 STD = 0.02  # GPT-2's standard deviation of initial weights
 ENTRY = "embedding"  # what the first stage holds before its blocks
@@ -191,7 +191,7 @@ def shared_table(
     return tables[name]
 
 
-class Stage(LayerRun):
+class Stage(PipelineStage):
     """A stage of the decoder.
 
     tables: the token tables this rank already holds, by name. If both stages of a tied table are on
@@ -207,10 +207,10 @@ class Stage(LayerRun):
         tables: dict[str, Param],
     ):
         if config.sequence_parallel and context.tp.size > 1:
-            held = SequenceShardedTokens(context.ops, context.tp)
-            context = replace(context, held=held)
+            layout = SequenceShardedTokens(context.ops, context.tp)
+            context = replace(context, token_layout=layout)
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
-        elsewhere = set(tables)
+        params_of_other_stages = set(tables)
         rotation = Rotation(context.ops, config) if config.positions == "rope" else None
         units = context.blocks(
             lambda context, index: BLOCKS[config.block_kind(index)](
@@ -229,4 +229,11 @@ class Stage(LayerRun):
             loss = CrossEntropy(context, table)
             norm = norm_layer(context, "final_norm", config)
             units.append([norm, Head(context, table), loss])
-        super().__init__(context, stage, units, config.d_model, loss=loss, elsewhere=elsewhere)
+        super().__init__(
+            context,
+            stage,
+            units,
+            config.d_model,
+            loss=loss,
+            params_of_other_stages=params_of_other_stages,
+        )

@@ -57,8 +57,8 @@ class AttentionFormulas(Arrays):
     # two results, and gradients are sums. For this reason y, stats and gradients of this form are
     # float32 even with 16-bit activations; the caller who has joined them rounds once, by `copy`.
     #
-    # For a query without keys the largest score is the lowest finite number, `ArrayOps.lowest`, and
-    # the sum is 0. Every finite score therefore counts, and no difference is inf - inf = NaN. A
+    # For a query without keys the largest score is `neg_max`, the lowest finite number, and the sum
+    # is 0. Every finite score therefore counts, and no difference is inf - inf = NaN. A
     # score is rounded like any other number: at 1e7 in float32 it may be off by 1, and a
     # probability by a factor of e. Scores beyond the largest number of the type give NaN, or count
     # as hidden if they are negative.
@@ -111,7 +111,7 @@ class AttentionFormulas(Arrays):
         """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without keys."""
         scores = self._visible(self._dots(q, k), q_pos, k_pos, q.shape[-1] ** -0.5)
         probs, stats = self._normalised(scores)
-        return self._weighted(probs.astype(q.dtype, copy=False), v, self.statistics), stats
+        return self._weighted(probs.astype(q.dtype, copy=False), v, self.accum_dtype), stats
 
     @shapes("y[BQHd]+ stats[BHQ2]+ y2[BQHd] stats2[BHQ2] ->")
     def attention_merge(self, y: Array, stats: Array, y2: Array, stats2: Array) -> None:
@@ -122,20 +122,20 @@ class AttentionFormulas(Arrays):
         """
         assert y.shape == y2.shape, (y.shape, y2.shape)
         assert stats.shape == stats2.shape, (stats.shape, stats2.shape)
-        assert y.dtype == stats.dtype == self.statistics, (y.dtype, stats.dtype)
+        assert y.dtype == stats.dtype == self.accum_dtype, (y.dtype, stats.dtype)
         top = self.xp.maximum(stats[..., 0], stats2[..., 0])
         with np.errstate(over="ignore"):  # a difference below all numbers is small enough
             own, other = (one[..., 1] * self.xp.exp(one[..., 0] - top) for one in (stats, stats2))
         total = own + other
-        y *= (own / filled(total)).transpose(0, 2, 1)[..., None]
-        y += (other / filled(total)).transpose(0, 2, 1)[..., None] * y2
+        y *= (own / nonzero(total)).transpose(0, 2, 1)[..., None]
+        y += (other / nonzero(total)).transpose(0, 2, 1)[..., None] * y2
         stats[..., 0], stats[..., 1] = top, total
 
     @shapes("dy[BQHd] y[BQHd] -> delta[BHQ]:sum")
     def attention_delta(self, dy: Array, y: Array) -> Array:
         """Return delta (B, H, Tq), the sum of dy y over a head, where y is over all keys."""
         assert dy.shape == y.shape, (dy.shape, y.shape)
-        delta = (dy * y).sum(axis=-1, dtype=self.statistics)
+        delta = (dy * y).sum(axis=-1, dtype=self.accum_dtype)
         return self.xp.ascontiguousarray(delta.transpose(0, 2, 1))
 
     @shapes(
@@ -161,9 +161,9 @@ class AttentionFormulas(Arrays):
         """
         factor = self.scalar(q.shape[-1] ** -0.5)
         scores = self._visible(self._dots(q, k), q_pos, k_pos, factor)
-        probs = self.xp.exp(scores - stats[..., :1]) / filled(stats[..., 1:])
+        probs = self.xp.exp(scores - stats[..., :1]) / nonzero(stats[..., 1:])
         dscores = probs * (self._dots(dy, v) - delta[..., None]) * factor
-        out = tuple(self.xp.empty(x.shape, self.statistics) for x in (q, k, v))
+        out = tuple(self.xp.empty(x.shape, self.accum_dtype) for x in (q, k, v))
         return self._gradients(dy, q, k, probs.astype(q.dtype, copy=False), dscores, out)
 
     # The parts of both forms. A group is the set of query heads that share one key head.
@@ -177,7 +177,7 @@ class AttentionFormulas(Arrays):
 
     def _dots(self, a: Array, b: Array) -> Array:
         """Return a b^T (B, H, Tq, Tk) of a (B, Tq, H, d) and b (B, Tk, Hkv, d)."""
-        out = self.xp.empty((a.shape[0], a.shape[2], a.shape[1], b.shape[1]), self.statistics)
+        out = self.xp.empty((a.shape[0], a.shape[2], a.shape[1], b.shape[1]), self.accum_dtype)
         for one in self._members(a, b):
             self._stacked_products(_heads_first(a)[:, one], b.transpose(0, 2, 3, 1), out[:, one])
         return out
@@ -189,10 +189,10 @@ class AttentionFormulas(Arrays):
 
     def _normalised(self, scores: Array) -> tuple[Array, Array]:
         """Return (softmax of each row, 0 in a row of -inf; stats)."""
-        top = self.xp.maximum(scores.max(axis=-1), self.lowest)
+        top = self.xp.maximum(scores.max(axis=-1), self.neg_max)
         probs = self.xp.exp(scores - top[..., None])
         total = probs.sum(axis=-1)
-        probs /= filled(total)[..., None]
+        probs /= nonzero(total)[..., None]
         return probs, self.xp.stack([top, total], axis=-1)
 
     def _causal_softmax(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:
@@ -225,7 +225,7 @@ class AttentionFormulas(Arrays):
                 self._stacked_products(
                     rows[:, one].transpose(0, 1, 3, 2),
                     _heads_first(right)[:, one],
-                    self.xp.empty(_heads_first(total).shape, self.statistics),
+                    self.xp.empty(_heads_first(total).shape, self.accum_dtype),
                 )
                 for one in self._members(q, k)
             ]
@@ -233,7 +233,7 @@ class AttentionFormulas(Arrays):
         return dq, dk, dv
 
 
-def filled(total: Array) -> Array:
+def nonzero(total: Array) -> Array:
     """Return total as a divisor: 1 where it is 0 because no key is visible."""
     return total + (total == 0)
 

@@ -260,7 +260,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         """
         valid = logits[:, : valid_columns(logits, start, num_valid)]
         stats = self.xp.zeros((logits.shape[0], 3), self.dtype)
-        stats[:, 0] = self.lowest
+        stats[:, 0] = self.neg_max
         if valid.shape[1]:
             stats[:, 0] = valid.max(axis=1)
             stats[:, 1] = self._exp_sums(valid, stats[:, 0])

@@ -22,7 +22,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are sprea
 class Arrays:
     """The base of `ArrayOps`, over `xp` (the module numpy or cupy) in one floating-point type.
 
-    dtype: of activations. statistics: of gradients and sums. tiled_head_width: the widest head
+    dtype: of activations. accum_dtype: of gradients and sums. tiled_head_width: the widest head
     whose attention keeps two numbers per query instead of its scores. table_multiple: the number of
     rows of a vocabulary table's shard is a multiple of this. Tensor cores read a matrix at full
     speed only if its rows start at multiples of 16 bytes, and they multiply it in tiles of up to
@@ -39,11 +39,11 @@ class Arrays:
     def __init__(self, xp: ModuleType, dtype: DTypeLike, device: str) -> None:
         self.xp = xp
         self.dtype: np.dtype = np.dtype(dtype)
-        self.statistics = self.dtype
+        self.accum_dtype = self.dtype
         self.device = device
         # A NumPy float64 scalar would widen a float32 array (NEP 50), so this casts every scalar.
         self.scalar: Any = self.dtype.type
-        self.lowest = np.finfo(self.dtype).min  # the maximum of an empty set, in this type
+        self.neg_max = np.finfo(self.dtype).min  # the maximum of an empty set, in this type
 
     # Memory. `label` says what the bytes are for; only the shape implementation counts them.
 
@@ -69,7 +69,7 @@ class Arrays:
         return host
 
     @memory
-    def numbers(self, xs: Sequence[Any]) -> list[float]:
+    def to_floats(self, xs: Sequence[Any]) -> list[float]:
         """Return the results of `sum` and `square_sum` as floats of the host, all in one copy."""
         return list(map(float, xs))
 
@@ -84,7 +84,7 @@ class Arrays:
         return self.to_host(x)
 
     @memory
-    def row_counts(
+    def counts_to_host(
         self, counts: Array, total: int, most: Shape = (), own: slice | None = None
     ) -> list[int]:
         """Return the numbers of an array, flattened, on the host; their sum is about `total`.
@@ -116,7 +116,7 @@ class Arrays:
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 
     @memory
-    def instant(self) -> Any:
+    def timestamp(self) -> Any:
         """Return the instant when all queued work is done: a mark on the device or (CPU) a time."""
         return perf_counter_ns()
 
@@ -156,7 +156,7 @@ class Arrays:
 
     @shapes("x[..] -> total:host")
     def sum(self, x: Array) -> Any:
-        """Return the sum of x, accumulated in float64, for `numbers` to read.
+        """Return the sum of x, accumulated in float64, for `to_floats` to read.
 
         It is a float or, on a device, an array () in float64, so that the host does not wait yet.
         """

@@ -61,7 +61,7 @@ class CupyOps(ArrayOps):
         self._squares = self.xp.ReductionKernel(
             "T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0", "square_sum"
         )
-        self._mark = self.instant(), perf_counter_ns()  # of the newest `numbers`
+        self._mark = self.timestamp(), perf_counter_ns()  # of the newest `to_floats`
         self._descend = self.xp.ElementwiseKernel(
             "T grad, T lr", "T data", "data -= lr * grad", "sgd_step"
         )
@@ -112,18 +112,18 @@ class CupyOps(ArrayOps):
         self._embedding.backward_weight(positions, dy, dtable, 0)
 
     def sum(self, x: Array) -> Any:
-        """Return the sum of x, accumulated in float64, as an array () for `numbers` to read."""
+        """Return the sum of x, accumulated in float64, as an array () for `to_floats` to read."""
         return x.sum(dtype=np.float64)
 
     def square_sum(self, x: Array) -> Any:
         """Return the sum of squares of x, accumulated in float64; see `sum`."""
         return self._squares(x)
 
-    def numbers(self, xs: Sequence[Any]) -> list[float]:
+    def to_floats(self, xs: Sequence[Any]) -> list[float]:
         """Return the results of `sum` and `square_sum` as floats of the host, all in one copy."""
         if not xs:
             return []
-        stacked, mark = self.xp.stack(xs), self.instant()
+        stacked, mark = self.xp.stack(xs), self.timestamp()
         found = list(map(float, self.to_host(stacked)))
         self._mark = mark, perf_counter_ns()
         return found
@@ -154,14 +154,14 @@ class CupyOps(ArrayOps):
         """Wait until everything queued on the current stream is done."""
         self.xp.cuda.get_current_stream().synchronize()
 
-    def instant(self) -> Any:
+    def timestamp(self) -> Any:
         """Return a mark after everything queued on the current stream: an event."""
         return self.xp.cuda.get_current_stream().record()
 
     def nanoseconds(self, instants: Sequence[Any]) -> list[int]:
         """Return when the device passed these marks, in ns of the host's clock.
 
-        The latest `numbers`, after which the host waited anyway, relates both clocks, or has the
+        The latest `to_floats`, after which the host waited anyway, relates both clocks, or has the
         host's a little late. The caller has waited for the device, so no mark is later than now.
         """
         (mark, then), now = self._mark, perf_counter_ns()

@@ -36,12 +36,12 @@ FACTS = (
 class MixedOps(Ops):
     """The array functions with activations in `dtype`: "bfloat16" or "float16".
 
-    exact: the float32 functions. statistics: the type of gradients, master weights and sums.
+    exact: the float32 functions. accum_dtype: the type of gradients, master weights and sums.
     """
 
     def __init__(self, exact: Ops, dtype: str) -> None:
         self.exact, self.xp, self.device = exact, exact.xp, exact.device
-        self.dtype, self.statistics = DTYPES[dtype], exact.dtype
+        self.dtype, self.accum_dtype = DTYPES[dtype], exact.dtype
         self._as_they_are = {*MEMORY, *EXACT_IN_16_BITS, *exact.takes_16_bits}
 
     def __getattr__(self, name: str) -> Any:
@@ -93,7 +93,7 @@ class MixedOps(Ops):
 
     def _wide(self, x: Any) -> Any:
         """Return x in float32 if it is a 16-bit array."""
-        return x.astype(self.statistics) if getattr(x, "dtype", None) == self.dtype else x
+        return x.astype(self.accum_dtype) if getattr(x, "dtype", None) == self.dtype else x
 
     def _narrow(self, part: Part, x: Array) -> Array:
         """Return result x of the exact function, rounded if it is an activation."""

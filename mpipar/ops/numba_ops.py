@@ -87,7 +87,7 @@ class NumbaOps(NumpyOps):
         self.kernels.rotate(x, np.broadcast_to(cos, whole), np.broadcast_to(sin, whole))
 
     def _softmax_tile(self, rows: Array, at: slice, keys: int) -> tuple[Array, Array]:
-        top = rows[:, at, :keys].max(axis=-1, initial=self.lowest)
+        top = rows[:, at, :keys].max(axis=-1, initial=self.neg_max)
         total = np.empty_like(top)
         self.kernels.softmax(rows, top, total, at.start, keys)
         return top, total

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipar.ops.array_attention import filled
+from mpipar.ops.array_attention import nonzero
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.signature import Array, Shape, ThreeArrays
 
@@ -125,7 +125,7 @@ class NumpyAttention(ArrayOps):
     ) -> None:
         """Write y, stats and, if there is an array for them, the probabilities of a part."""
         kv_heads, out = k.shape[2], _by_group(y, k.shape[2])
-        queries, keys = self._scaled(q, kv_heads), self._turned("keys", k, q.shape[1])
+        queries, keys = self._scaled(q, kv_heads), self._transposed("keys", k, q.shape[1])
         values = self._heads("values", v, kv_heads)
         for tile in tiles:
             # `rows`: the array of scores (R H, .., Tk) whose rows `at` are the tile's. The
@@ -148,7 +148,7 @@ class NumpyAttention(ArrayOps):
     def _attend_with_one(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
         """Return (y, stats) of one query per row, which sees all keys: all rows at once."""
         batch, _, heads, _ = q.shape
-        queries, keys = self._scaled(q, k.shape[2]), self._turned("keys", k, 1)
+        queries, keys = self._scaled(q, k.shape[2]), self._transposed("keys", k, 1)
         scores = self._buffer("scores", (*queries.shape[:4], k.shape[1]))
         np.matmul(queries, keys, out=scores)
         rows, stats = scores.reshape(1, batch * heads, -1), np.empty((batch * heads, 2), q.dtype)
@@ -168,7 +168,7 @@ class NumpyAttention(ArrayOps):
         groups, factor = _by_group(q, kv_heads), q.dtype.type(q.shape[-1] ** -0.5)
         return np.multiply(groups, factor, out=self._buffer("queries", groups.shape))
 
-    def _turned(self, name: str, x: Array, queries: int) -> Array:
+    def _transposed(self, name: str, x: Array, queries: int) -> Array:
         """Return a transposed copy (R, Hkv, 1, d, T) of keys or values x (R, T, Hkv, d), buffered.
 
         For a single query it is a view.
@@ -189,12 +189,12 @@ class NumpyAttention(ArrayOps):
         Return the largest score and the sum of exp(score - largest), both (R H, n).
         """
         p = rows[:, at, :keys]
-        top = p.max(axis=-1, initial=self.lowest)
+        top = p.max(axis=-1, initial=self.neg_max)
         p -= top[..., None]
         np.exp(p, out=p)
         with np.errstate(all="ignore"):  # BLAS may raise flags for numbers beside these
             total = self._row_sums(p)
-        p *= np.reciprocal(filled(total))[..., None]
+        p *= np.reciprocal(nonzero(total))[..., None]
         return top, total
 
     def attention_backward_input(
@@ -223,7 +223,7 @@ class NumpyAttention(ArrayOps):
 
             return of_tile
 
-        return self._walk_back(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), probs_of, out)
+        return self._backward_tiles(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), probs_of, out)
 
     def attention_block_backward(
         self,
@@ -242,11 +242,11 @@ class NumpyAttention(ArrayOps):
         The sums divide dy and delta instead of each exp(score - largest), because probabilities
         only occur in products with these.
         """
-        top, share = stats[..., 0], np.reciprocal(filled(stats[..., 1]))
+        top, share = stats[..., 0], np.reciprocal(nonzero(stats[..., 1]))
         delta = delta * share
 
         def probs_of(part: Part, queries: Array, keys: Array, dys: Array) -> ProbsOfTile:
-            keys = self._turned("turned keys", keys, queries.shape[3])
+            keys = self._transposed("turned keys", keys, queries.shape[3])
             dys *= share[part.of_rows].reshape(*dys.shape[:-1], 1)
 
             def of_tile(tile: Tile, dprobs: Array) -> Array:
@@ -260,7 +260,7 @@ class NumpyAttention(ArrayOps):
 
             return of_tile
 
-        return self._walk_back(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), probs_of)
+        return self._backward_tiles(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), probs_of)
 
     def _softmax_backward_tile(self, probs: Array, at: slice, dprobs: Array) -> None:
         """Write dscores over dprobs (R H, n, keys): by row, probs (dprobs - sum(probs dprobs))."""
@@ -268,7 +268,7 @@ class NumpyAttention(ArrayOps):
         dprobs -= np.vecdot(dprobs, p)[..., None]
         dprobs *= p
 
-    def _walk_back(
+    def _backward_tiles(
         self,
         dy: Array,
         q: Array,
@@ -289,7 +289,7 @@ class NumpyAttention(ArrayOps):
             kv_heads = k[part.of_k].shape[2]
             queries = self._scaled(q[part.of_q], kv_heads)
             dys = self._heads("dy", dy[part.of_q], kv_heads)
-            self._walk_part(
+            self._backward_part(
                 dys,
                 queries,
                 k[part.of_k],
@@ -300,7 +300,7 @@ class NumpyAttention(ArrayOps):
             )
         return dq, dk, dv
 
-    def _walk_part(
+    def _backward_part(
         self,
         dys: Array,
         queries: Array,
@@ -312,7 +312,7 @@ class NumpyAttention(ArrayOps):
     ) -> None:
         """Write (dq, dk, dv) of a part to the arrays `out`."""
         dq, kv_heads, factor = out[0], k.shape[2], k.dtype.type(k.shape[-1] ** -0.5)
-        keys, values = self._heads("keys", k, kv_heads), self._turned("values", v, dq.shape[1])
+        keys, values = self._heads("keys", k, kv_heads), self._transposed("values", v, dq.shape[1])
         sums = [self._buffer(name, keys[:, :, 0].shape) for name in ("dk", "dv")]
         # The last tile comes first: in training it reaches every key, so its products fill both.
         for tile in reversed(tiles):

@@ -42,7 +42,7 @@ def cut(rows: int, width: int) -> Iterator[slice]:
         yield slice(first, min(first + step, rows))
 
 
-def walk(
+def tile_loop(
     formula: Callable[..., Any], function: Function, given: dict[str, Any], takes_out: bool
 ) -> Any:
     """Return what formula(**given) returns, computed tile by tile; `function`: its line.
@@ -83,7 +83,7 @@ def walk(
     return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
-def in_tiles(formula: Method) -> Method:
+def tiled(formula: Method) -> Method:
     """Return the method that runs a formula tile by tile.
 
     It must be a formula of rows: any rows of the results need only the same rows of the arguments.
@@ -93,7 +93,7 @@ def in_tiles(formula: Method) -> Method:
     @wraps(formula)
     def method(self: ArrayOps, *arguments: Any, **named: Any) -> Any:
         given = function.bind(arguments, named)
-        return walk(partial(formula, self), function, given, takes_out)
+        return tile_loop(partial(formula, self), function, given, takes_out)
 
     return cast(Method, method)
 
@@ -105,21 +105,21 @@ class NumpyOps(NumpyAttention):
 
     # The formulas of rows.
 
-    gelu_forward = in_tiles(ArrayOps.gelu_forward)
-    gelu_backward_input = in_tiles(ArrayOps.gelu_backward_input)
-    swiglu_forward = in_tiles(ArrayOps.swiglu_forward)
-    swiglu_backward_input = in_tiles(ArrayOps.swiglu_backward_input)
-    rmsnorm_forward = in_tiles(ArrayOps.rmsnorm_forward)
-    rmsnorm_backward_input = in_tiles(ArrayOps.rmsnorm_backward_input)
-    rmsnorm_backward_weight = in_tiles(ArrayOps.rmsnorm_backward_weight)
-    layernorm_forward = in_tiles(ArrayOps.layernorm_forward)
-    layernorm_backward_input = in_tiles(ArrayOps.layernorm_backward_input)
-    layernorm_backward_weight = in_tiles(ArrayOps.layernorm_backward_weight)
-    cross_entropy_forward = in_tiles(ArrayOps.cross_entropy_forward)
-    cross_entropy_backward_input = in_tiles(ArrayOps.cross_entropy_backward_input)
-    top_forward = in_tiles(ArrayOps.top_forward)
-    sgd_step = in_tiles(ArrayOps.sgd_step)
-    adamw_step = in_tiles(ArrayOps.adamw_step)
+    gelu_forward = tiled(ArrayOps.gelu_forward)
+    gelu_backward_input = tiled(ArrayOps.gelu_backward_input)
+    swiglu_forward = tiled(ArrayOps.swiglu_forward)
+    swiglu_backward_input = tiled(ArrayOps.swiglu_backward_input)
+    rmsnorm_forward = tiled(ArrayOps.rmsnorm_forward)
+    rmsnorm_backward_input = tiled(ArrayOps.rmsnorm_backward_input)
+    rmsnorm_backward_weight = tiled(ArrayOps.rmsnorm_backward_weight)
+    layernorm_forward = tiled(ArrayOps.layernorm_forward)
+    layernorm_backward_input = tiled(ArrayOps.layernorm_backward_input)
+    layernorm_backward_weight = tiled(ArrayOps.layernorm_backward_weight)
+    cross_entropy_forward = tiled(ArrayOps.cross_entropy_forward)
+    cross_entropy_backward_input = tiled(ArrayOps.cross_entropy_backward_input)
+    top_forward = tiled(ArrayOps.top_forward)
+    sgd_step = tiled(ArrayOps.sgd_step)
+    adamw_step = tiled(ArrayOps.adamw_step)
 
     # Sums. BLAS adds up rows twice as fast as sum().
 

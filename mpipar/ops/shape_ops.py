@@ -51,7 +51,7 @@ class ShapeOps(Ops):
         self.takes_16_bits, self.tiled_head_width = like.takes_16_bits, like.tiled_head_width
         self.table_multiple = like.table_multiple
         self.xp = ModuleType("shapes")  # which computes nothing
-        self.dtype = self.statistics = np.dtype(dtype)
+        self.dtype = self.accum_dtype = np.dtype(dtype)
         self.device = "shapes"
         self.worst_case = False  # whether the experts of this rank get as many rows as possible
         self.recorder = recorder
@@ -97,11 +97,11 @@ class ShapeOps(Ops):
         """Return a NumPy array of zeros in the shape of x."""
         return np.zeros(x.shape, x.dtype)
 
-    def numbers(self, xs: Sequence[Any]) -> list[float]:
+    def to_floats(self, xs: Sequence[Any]) -> list[float]:
         """Return a zero for each number."""
         return [0.0 for _ in xs]
 
-    def row_counts(
+    def counts_to_host(
         self, counts: Array, total: int, most: Shape = (), own: slice | None = None
     ) -> list[int]:
         """Return as many numbers as counts has; they differ by one at most, and their sum is total.
@@ -123,9 +123,9 @@ class ShapeOps(Ops):
 
     # These concern only the host.
     pinned, to_pinned = ArrayOps.pinned, ArrayOps.to_pinned
-    synchronize, instant, nanoseconds = (
+    synchronize, timestamp, nanoseconds = (
         ArrayOps.synchronize,
-        ArrayOps.instant,
+        ArrayOps.timestamp,
         ArrayOps.nanoseconds,
     )
 
@@ -162,7 +162,7 @@ class ShapeOps(Ops):
             return 0.0
         if part.name in given:
             return given[part.name]
-        dtype = {"": (*real, None)[0], "sum": self.statistics}.get(part.kind, part.kind)
+        dtype = {"": (*real, None)[0], "sum": self.accum_dtype}.get(part.kind, part.kind)
         return self.empty(shape_of(part.dims or (), sizes), dtype)
 
     # Attention: FLOPs of the full square, the convention of published model FLOPs.
@@ -176,7 +176,7 @@ class ShapeOps(Ops):
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_forward(q, k, v, q_pos, k_pos)
         y = self.empty(q.shape, q.dtype)
-        return y, (y, self.empty((*scores[:-1], 2), self.statistics))
+        return y, (y, self.empty((*scores[:-1], 2), self.accum_dtype))
 
     def attention_backward_input(
         self,

@@ -6,7 +6,7 @@ the array alive until the send is done. A compute instruction waits for its own 
 nothing else. The checker proves that this rule is free of deadlock, even if every send is
 synchronous.
 
-A stage tells the engine when it enters and leaves one of its units (see `LayerRun`). At these
+A stage tells the engine when it enters and leaves one of its units (see `PipelineStage`). At these
 points messages progress, and the sum of a unit's gradients starts as soon as they are complete.
 """
 
@@ -62,7 +62,7 @@ def last_backwards(program: Sequence[Instr]) -> set[Instr]:
 
 
 class Stage(Protocol):
-    """A stage that the engine can run: a run of layers, such as `models.stage.LayerRun`.
+    """A stage that the engine can run: a run of layers, such as `models.stage.PipelineStage`.
 
     Each pass takes the engine, and calls its `enter` and `leave` around each of the stage's units.
     """
@@ -302,8 +302,8 @@ class Engine:
     def _begin(self, instr: Instr) -> Any:
         """Note which pass is running; return the current instant."""
         self.passing = instr
-        return self.ops.instant()
+        return self.ops.timestamp()
 
     def _span(self, kind: str, start: Any, stage: int, mb: int) -> None:
         # A span ends when the device is done, not when the work has been queued.
-        self.recorder.span(kind, start, stage, mb, self.ops.instant())
+        self.recorder.span(kind, start, stage, mb, self.ops.timestamp())

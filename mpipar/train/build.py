@@ -103,7 +103,7 @@ def stages_of(
     Each tensor has one owner: the rank of its first stage.
     """
     memory, pp_rank = config.memory, comms.grid.place("pp")
-    bucket = config.train.bucket_bytes // ops.statistics.itemsize
+    bucket = config.train.bucket_bytes // ops.accum_dtype.itemsize
     sharded = partial(ShardedFlatParams, level=memory.zero, bucket=bucket)
     make_flat = sharded if memory.zero else FlatParams
     rules = rules_of(config.train.optimizer)

@@ -123,10 +123,10 @@ class Worker:
         Comm: that of the optimizer.
         """
         with self.recorder.at("opt"):
-            start = self.ops.instant()
+            start = self.ops.timestamp()
             self.gradsync.clip(norm, self.config.train.clip)
             self.optimizer.step(lr, number)
-            self.recorder.span("opt", start, end=self.ops.instant())
+            self.recorder.span("opt", start, end=self.ops.timestamp())
 
     def meet(self, outer: Outer, step: int, agreed: StepVotes) -> StepVotes:
         """Let islands meet if it is time to; return what all have decided: nothing in between.
@@ -136,10 +136,10 @@ class Worker:
         if not outer.meets(step):
             return StepVotes()
         with self.recorder.at("opt"):
-            start = self.ops.instant()
+            start = self.ops.timestamp()
             outer.step()
             stop, save, written = outer.agree(astuple(agreed))
-            self.recorder.span("opt", start, end=self.ops.instant())
+            self.recorder.span("opt", start, end=self.ops.timestamp())
         return StepVotes(stop > 0, save > 0, written == self.grid.size(ISLAND))
 
     def gradients(
@@ -158,10 +158,10 @@ class Worker:
         self.gradsync.zero()
         for stage in self.stages.values():
             stage.set_loss_scale(self.loss_scale.value / self.own_tokens)
-        start = self.ops.instant()
+        start = self.ops.timestamp()
         with self.recorder.at("sync"):
             self.losses = self.engine.run(self.program, get_batch)
-            self.recorder.span("pipeline", start, end=self.ops.instant())
+            self.recorder.span("pipeline", start, end=self.ops.timestamp())
             self.gradsync.finish()
             self.gradsync.unscale(self.loss_scale.value)
             loss, squares = self._loss_and_squares()
@@ -179,7 +179,7 @@ class Worker:
         it outside of messages. A part is not finite if any loss or gradient here is not.
         """
         parts = self.gradsync.square_sums()
-        numbers = iter(self.ops.numbers([*self.losses.values(), *(part for part, _ in parts)]))
+        numbers = iter(self.ops.to_floats([*self.losses.values(), *(part for part, _ in parts)]))
         self.recorder.settle(self.ops.nanoseconds)
         self.losses = {mb: next(numbers) for mb in self.losses}
         # All tp ranks know the same loss: one of them contributes it.
@@ -264,7 +264,9 @@ class Worker:
         Comm: one all_reduce of a number over world.
         """
         with self.recorder.at("check"):
-            total = sum(self.ops.numbers([self.ops.square_sum(flat.master) for flat in self.flats]))
+            total = sum(
+                self.ops.to_floats([self.ops.square_sum(flat.master) for flat in self.flats])
+            )
             (total,) = all_reduce_scalars(
                 self.ops, self.comms, [masked_contribution(total, counts=False)], "check.weights"
             )
@@ -311,7 +313,7 @@ class Worker:
                 losses = self.forward(range(len(batches)), batches.__getitem__)
                 if self.comms["tp"].index == 0:
                     total += sum(
-                        self.ops.numbers([loss for mb, loss in losses.items() if mb < counted])
+                        self.ops.to_floats([loss for mb, loss in losses.items() if mb < counted])
                     )
         with self.recorder.at("eval"):
             (total,) = all_reduce_scalars(self.ops, self.comms, [total], "eval.loss")

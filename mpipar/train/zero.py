@@ -231,7 +231,9 @@ class PieceSync(ScatterSync):
         super().__init__(*arguments)
         self.needs = unit_segments(self.stages)
         size = largest(unit for units in self.needs.values() for unit in units)
-        self.scratch = self.comms["data"].zeros(self.ops, (size,), self.ops.statistics, "gradients")
+        self.scratch = self.comms["data"].zeros(
+            self.ops, (size,), self.ops.accum_dtype, "gradients"
+        )
         self.scattered: list[tuple[Pending, ShardedFlatParams, int]] = []  # int: of the segment
 
     def begin_unit(self, stage: int, unit: int) -> None:

@@ -182,7 +182,7 @@ def _in_parts(ops, qkv, dy, positions, parts):
     for other in others:
         ops.attention_merge(y, stats, *other)
     delta = ops.attention_delta(dy, y)
-    dq, dk, dv = (ops.zeros(x.shape, ops.statistics) for x in qkv)
+    dq, dk, dv = (ops.zeros(x.shape, ops.accum_dtype) for x in qkv)
     for part in parts:
         own_dq, *own = ops.attention_block_backward(
             dy, q, k[:, part], v[:, part], stats, delta, q_pos=q_pos, k_pos=k_pos[part]

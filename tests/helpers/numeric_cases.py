@@ -259,7 +259,7 @@ def norms_exact(case):
 
 def norms_ours(ops, case):
     x, dy, w, b = case.on(ops, "x dy w b")
-    dw, db, rms_dw = (ops.zeros(case.w.shape, ops.statistics) for _ in range(3))
+    dw, db, rms_dw = (ops.zeros(case.w.shape, ops.accum_dtype) for _ in range(3))
     y, mean, rstd = ops.layernorm_forward(x, w, b, 1e-5)
     ops.layernorm_backward_weight(dy, x, mean, rstd, dw, db)
     rms_y, rms_rstd = ops.rmsnorm_forward(x, w, 1e-5)
@@ -333,7 +333,7 @@ def loss_ours(ops, case):
     width = logits.shape[1] // case.shards
     starts = range(0, logits.shape[1], width)
     parts = [logits[:, start : start + width].copy() for start in starts]
-    stats = ops.empty((case.shards, len(logits), 3), ops.statistics)
+    stats = ops.empty((case.shards, len(logits), 3), ops.accum_dtype)
     for place, (part, start) in enumerate(zip(parts, starts, strict=True)):
         ops.copy(stats[place], ops.cross_entropy_forward(part, targets, start, case.valid))
     loss, sums = ops.cross_entropy_combine(stats)

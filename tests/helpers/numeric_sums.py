@@ -54,8 +54,8 @@ def sums_exact(case):
 
 def sums_ours(ops, case):
     x, w, dy, ids, parts, turned = case.on(ops, "x w dy ids x x")
-    dw, db = ops.zeros(case.w.shape, ops.statistics), ops.zeros(case.x.shape[1:], ops.statistics)
-    dtable, dplaces = (ops.zeros((3, case.x.shape[1]), ops.statistics) for _ in range(2))
+    dw, db = ops.zeros(case.w.shape, ops.accum_dtype), ops.zeros(case.x.shape[1:], ops.accum_dtype)
+    dtable, dplaces = (ops.zeros((3, case.x.shape[1]), ops.accum_dtype) for _ in range(2))
     ops.matmul_tn_add(x, dy, dw)
     ops.bias_backward_weight(x, db)
     ops.embedding_backward_weight(ids, x, dtable, 0)
@@ -70,8 +70,8 @@ def sums_ours(ops, case):
         "embedding": dtable,
         "position": dplaces,
         "add_parts": ops.add_parts(parts[:PARTS]),
-        "sum": np.array(ops.numbers([ops.sum(x)])),
-        "square_sum": np.array(ops.numbers([ops.square_sum(x)])),
+        "sum": np.array(ops.to_floats([ops.sum(x)])),
+        "square_sum": np.array(ops.to_floats([ops.square_sum(x)])),
         "rope": turned,
     }
 

@@ -53,10 +53,10 @@ class Inputs:
 
     def sums(self, *shape):
         """Gradients of weights, or what the optimizer keeps."""
-        return self.ops.asarray(self.rng.standard_normal(shape).astype(self.ops.statistics))
+        return self.ops.asarray(self.rng.standard_normal(shape).astype(self.ops.accum_dtype))
 
     def positive(self, *shape):
-        return self.ops.asarray(self.rng.uniform(0.5, 2.0, shape).astype(self.ops.statistics))
+        return self.ops.asarray(self.rng.uniform(0.5, 2.0, shape).astype(self.ops.accum_dtype))
 
     def ids(self, high, *shape):
         return self.ops.asarray(self.rng.integers(0, high, shape))
@@ -279,7 +279,7 @@ def _experts(ops, make, sizes):
     x, w = make.real(rows, sizes.width), make.real(5, sizes.width, sizes.inner)
     dy, dw = make.real(rows, sizes.inner), make.sums(*w.shape)
     ops.grouped_matmul_tn_add(x, dy, dw, counts)
-    logits = ops.asarray(make.rng.integers(-2, 3, (tokens, 5)).astype(ops.statistics))
+    logits = ops.asarray(make.rng.integers(-2, 3, (tokens, 5)).astype(ops.accum_dtype))
     ids, probs = ops.choice_forward(logits, chosen)
     biased, _ = ops.choice_forward(logits, chosen, make.sums(5))
     loads = ops.expert_loads(ids.reshape(1, -1), 5)

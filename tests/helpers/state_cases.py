@@ -61,7 +61,7 @@ def known_shard(kind, param, dtype, seed):
 def fill(worker, seed=0):
     """Give a worker a state that differs for each seed and in every number."""
     for kind, param, first, values in state_views(worker):
-        shard = known_shard(kind, param, worker.ops.statistics, seed)
+        shard = known_shard(kind, param, worker.ops.accum_dtype, seed)
         values[...] = shard[first : first + values.size].astype(values.dtype)
     scale = worker.loss_scale
     scale.value, scale.good, scale.skipped = 2.0 ** (3 + seed), 5 + seed, 2 + seed
@@ -72,7 +72,7 @@ def fill(worker, seed=0):
 def assert_filled(worker, seed=0):
     """Assert that a worker has exactly the state of `fill`, and zeros in the padding."""
     for kind, param, first, values in state_views(worker):
-        shard = known_shard(kind, param, worker.ops.statistics, seed)
+        shard = known_shard(kind, param, worker.ops.accum_dtype, seed)
         expected = shard[first : first + values.size].astype(values.dtype)
         assert values.tobytes() == expected.tobytes(), f"{kind} of {param.name}"
     for flat in worker.flats:

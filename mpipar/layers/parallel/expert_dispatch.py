@@ -61,9 +61,9 @@ class ExpertDispatch:
         ops, comm = self.ops, self.comm
         order, tokens, places = ops.expert_order(choice.ids)
         loads = ops.expert_loads(choice.ids.reshape(1, -1), self.experts).reshape(comm.size, -1)
-        here = ops.row_counts(loads, order.size)
+        here = ops.counts_to_host(loads, order.size)
         most = comm.size, len(choice.ids), min(choice.ids.shape[1], loads.shape[1])
-        coming = ops.row_counts(comm.all_to_all(loads, f"{self.name}.counts"), order.size, most)
+        coming = ops.counts_to_host(comm.all_to_all(loads, f"{self.name}.counts"), order.size, most)
         # By source or target rank, and by the experts of the rank that gets the rows.
         each = consecutive_slices(loads.shape[1] for _ in range(comm.size))
         sent, received = ([counts[one] for one in each] for counts in (here, coming))

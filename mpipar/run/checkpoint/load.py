@@ -63,7 +63,7 @@ class Pieces:
 def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
     """Return how a checkpoint's tensors and moments differ from a worker's model, as a table."""
     ours = {
-        param.name: Tensor(param.shape, worker.ops.statistics.name)
+        param.name: Tensor(param.shape, worker.ops.accum_dtype.name)
         for _, param in worker.all_params
     }
     theirs = manifest.tensors

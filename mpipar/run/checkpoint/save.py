@@ -91,7 +91,7 @@ def own_pieces(worker) -> list[Own]:
 def row_blocks(own: Own, ops):
     """Yield (place in the piece, host array) of a piece, one block of whole rows at a time."""
     box = own.piece.box
-    for block in boxes.row_blocks(box, ops.statistics.itemsize, BLOCK_BYTES):
+    for block in boxes.row_blocks(box, ops.accum_dtype.itemsize, BLOCK_BYTES):
         place = boxes.within(block, box)
         yield place, ops.to_host(own.x[place])
 
@@ -103,10 +103,10 @@ def write_pieces(path: Path, own: list[Own], ops, watch=lambda blocks, total: bl
     """
     start = perf_counter()
     head = safetensors_head(
-        (one.piece.key, ops.statistics, boxes.shape_of(one.piece.box)) for one in own
+        (one.piece.key, ops.accum_dtype, boxes.shape_of(one.piece.box)) for one in own
     )
     blocks = (block for one in own for _, block in row_blocks(one, ops))
-    total = sum(one.x.size for one in own) * ops.statistics.itemsize
+    total = sum(one.x.size for one in own) * ops.accum_dtype.itemsize
     try:
         size, digest = write_new(path, itertools.chain([head], watch(blocks, total)))
     except OSError as error:
@@ -178,7 +178,7 @@ class Saver:
             for *names, box in pieces
         )
         self.tensors = {
-            param.name: Tensor(param.shape, worker.ops.statistics.name)
+            param.name: Tensor(param.shape, worker.ops.accum_dtype.name)
             for _, param in worker.all_params
         }
         if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
@@ -193,7 +193,7 @@ class Saver:
         self.thread, self.deletion = ThreadPoolExecutor(1, "checkpoint"), None
         self.copy = None
         if background:
-            room = worker.ops.pinned((num_elements(self.own),), worker.ops.statistics)
+            room = worker.ops.pinned((num_elements(self.own),), worker.ops.accum_dtype)
             self.copy = views_of(room, self.own)
         self.flight: Flight | None = None
         self.partial: Path | None = None  # where all ranks are writing now

@@ -49,7 +49,7 @@ def shard_of(worker, flat, param, kind: str):
     if not shared:
         return getattr(param, kind)
     ops = worker.ops
-    shard = ops.zeros((param.size,), ops.statistics, label="buffers")
+    shard = ops.zeros((param.size,), ops.accum_dtype, label="buffers")
     pieces = flat.summed if kind == "grad" else flat.pieces(kind)
     for first, values in flat.parts(param, pieces):  # pieces are disjoint, so the sum is exact
         ops.copy(shard[first : first + values.size], values)
@@ -70,8 +70,8 @@ def stream(worker, kind: str):
         pp_rank, own = worker.schedule.stage_to_rank[stage], None
         if param.name in mine and mine[param.name][1].owner:
             own = shard_of(worker, *mine[param.name], kind)
-        for box in _blocks(boxes.whole_box(param.shape), ops.statistics.itemsize):
-            block = np.empty(boxes.shape_of(box), ops.statistics)
+        for box in _blocks(boxes.whole_box(param.shape), ops.accum_dtype.itemsize):
+            block = np.empty(boxes.shape_of(box), ops.accum_dtype)
             for places in param.shards(grid):
                 shard = param.box_at(grid, places)
                 part = boxes.overlap(shard, box)
@@ -93,11 +93,11 @@ def _move(worker, piece, shape, owner, name):
     """Send one piece from its owner to world rank 0. Comm: one send over world."""
     world, barrier = worker.comms.world, f"save.{name}"
     if worker.grid.world_rank == owner:
-        buffer = worker.ops.empty(shape, worker.ops.statistics, label="buffers")
+        buffer = worker.ops.empty(shape, worker.ops.accum_dtype, label="buffers")
         worker.ops.copy(buffer, piece)
         world.send(buffer, 0, 0, barrier)
     elif worker.grid.world_rank == 0:
-        buffer = worker.ops.empty(shape, worker.ops.statistics, label="buffers")
+        buffer = worker.ops.empty(shape, worker.ops.accum_dtype, label="buffers")
         return world.recv(buffer, owner, 0, barrier)
     return None
 
@@ -106,7 +106,7 @@ def save(worker, folder: Path) -> None:
     """Write a worker's weights into a folder, as `write` does. Comm: see `stream`."""
     blocks = stream(worker, "master")
     if worker.grid.world_rank == 0:
-        write(folder, worker.config.model, worker.ops.statistics, blocks)
+        write(folder, worker.config.model, worker.ops.accum_dtype, blocks)
     else:
         for _ in blocks:
             pass
@@ -167,7 +167,7 @@ def load(worker, folder: str) -> None:
     if bad:
         names = [name for param in bad for name in found.get(param, [param])]
         raise DataError(
-            f"{folder}: not all numbers are finite in {worker.ops.statistics.name}, in"
+            f"{folder}: not all numbers are finite in {worker.ops.accum_dtype.name}, in"
             f" {formats.some_names(names)}; give other weights"
         )
 
@@ -199,11 +199,11 @@ def _fill(worker, blocks_of) -> list[str]:
         for param in flat.params:
             held, shard = param.box, param.master
             if shard is None:  # the data group shards it: a rank keeps only its pieces
-                shard = ops.zeros(param.local_shape, ops.statistics, label="buffers")
+                shard = ops.zeros(param.local_shape, ops.accum_dtype, label="buffers")
             for box, block in blocks_of(param, held):
                 # A float64 that overflows float32 is not finite.
                 with np.errstate(over="ignore", invalid="ignore"):
-                    values = np.ascontiguousarray(block, dtype=ops.statistics)
+                    values = np.ascontiguousarray(block, dtype=ops.accum_dtype)
                 if not np.isfinite(values).all():
                     bad[param.name] = True
                 ops.copy(shard[boxes.within(box, held)], ops.asarray(values))

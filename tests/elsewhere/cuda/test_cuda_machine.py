@@ -134,8 +134,8 @@ def test_the_host_reads_nothing_of_embeddings_and_loss(cupy, kernels, dtype):
     ops = make("cuda", dtype, kernels=kernels)
     ids, places = ops.asarray(np.arange(60).reshape(2, 30)), ops.asarray(np.arange(30))
     dy, logits = ops.zeros((2, 30, 8)), ops.zeros((60, 10))
-    dtable, dplaces = (ops.zeros((30, 8), ops.statistics) for _ in range(2))
-    sums = ops.asarray(np.ones((60, 2), ops.statistics))
+    dtable, dplaces = (ops.zeros((30, 8), ops.accum_dtype) for _ in range(2))
+    sums = ops.asarray(np.ones((60, 2), ops.accum_dtype))
     names = ("copy to the host", "synchronize stream")
     before = [counted(name) for name in names]
     ops.embedding_backward_weight(ids, dy, dtable, 5)
@@ -168,7 +168,7 @@ def test_a_norm_takes_no_copy_of_the_gradients(cupy):
             taken.append(mem_size)
 
     with Taken():
-        ops.numbers([ops.square_sum(x)])
+        ops.to_floats([ops.square_sum(x)])
     assert 0 < sum(taken) < x.nbytes / 32
     with Taken():
         x.astype(np.float64)

@@ -9,7 +9,7 @@ import pytest
 from small_model import WORLD, called, plant
 
 from mpipar.comm.hosts import quiet_barrier
-from mpipar.layers.recompute import Recomputed
+from mpipar.layers.recompute import ActivationRecompute
 from mpipar.layers.stash import Stash
 from mpipar.run import training
 from mpipar.run.data import rows
@@ -117,7 +117,7 @@ def planting(monkeypatch, *what):
 
 TWINS = [  # what is replaced, by what, the values of the case that must find it, what it says
     (
-        Recomputed,
+        ActivationRecompute,
         "forward",
         without_cache,
         {"recompute": "block", "sample_tokens": lambda n: n != 0},

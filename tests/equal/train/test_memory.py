@@ -22,7 +22,7 @@ from mpipar.comm.group import Pending
 from mpipar.comm.record import NO_ENTRY
 from mpipar.comm.request import Done
 from mpipar.config.model import ModelConfig
-from mpipar.layers.recompute import Recomputed
+from mpipar.layers.recompute import ActivationRecompute
 from mpipar.pipeline.engine import Engine
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.study.explain.predict import predict
@@ -254,11 +254,21 @@ TWINS = {
         (ScatterSync, "finish", means_in_place_of_sums, (*DP, ONE)),
         (PieceSync, "finish", means_in_place_of_sums, (*DP, THREE)),
         (PieceSync, "begin_unit", gradients_of_another_unit_in_the_scratch_buffer, (*DP, THREE)),
-        (Recomputed, "backward_input", stash_of_another_microbatch, (*PP, "zb-h1", MODEL, BLOCK)),
+        (
+            ActivationRecompute,
+            "backward_input",
+            stash_of_another_microbatch,
+            (*PP, "zb-h1", MODEL, BLOCK),
+        ),
         (Engine, "_take", input_in_a_receive_buffer, (*PP, "gpipe", ODD, BLOCK)),
     ],
     1: [  # a step that ends in the middle leaves no message
-        (Recomputed, "forward", result_in_place_of_the_input, ((1, 1, 1), 1, "1f1b", ODD, BLOCK)),
+        (
+            ActivationRecompute,
+            "forward",
+            result_in_place_of_the_input,
+            ((1, 1, 1), 1, "1f1b", ODD, BLOCK),
+        ),
     ],
 }
 

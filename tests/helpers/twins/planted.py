@@ -211,7 +211,7 @@ def same_rows(plain, self, step, mb):
 @in_place_of(GradSync, "clip")
 def own_norm(plain, self, norm, limit):
     """Clip on every rank by the norm of what that rank holds."""
-    own = self.ops.numbers([part for part, _ in self.square_sums()])
+    own = self.ops.to_floats([part for part, _ in self.square_sums()])
     plain(self, math.sqrt(sum(own)), limit)
 
 

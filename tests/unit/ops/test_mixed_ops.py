@@ -101,7 +101,7 @@ def test_what_is_rounded_and_what_is_not(dtype):
         for name in results
         if any(word in name for word in words) and not any(word in name for word in others)
     }
-    assert (ops.dtype, ops.statistics) == (DTYPES[dtype], np.float32)
+    assert (ops.dtype, ops.accum_dtype) == (DTYPES[dtype], np.float32)
 
 
 def test_what_the_table_does_not_name_is_an_error(dtype):
@@ -179,7 +179,7 @@ def assert_update_rounds_as_publish(ops, rng, smallest=0.0):
     param = Param(Context(ops, Comms.solo(ops)), "x", numbers.shape)
     flat = FlatParams(ops, [param])
     ops.copy(flat.master, ops.asarray(numbers))
-    grad, m, v = (ops.zeros(numbers.shape, ops.statistics) for _ in range(3))
+    grad, m, v = (ops.zeros(numbers.shape, ops.accum_dtype) for _ in range(3))
     runs = [(False, slice(0, len(numbers)))]
     ops.adamw_runs(flat.master, grad, m, v, runs, **ADAMW, copy=flat.data)
     updated = ops.to_host(flat.data).tobytes()

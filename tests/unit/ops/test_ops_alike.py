@@ -87,9 +87,9 @@ def test_a_line_names_the_arguments_of_its_signature():
 
 def test_a_line_says_what_it_reads_and_writes():
     """The driver relies on this: a function of rows has rows, and makes all results or none."""
-    in_tiles = [name for name, one in vars(NumpyOps).items() if hasattr(one, "__wrapped__")]
-    assert {"gelu_forward", "layernorm_forward", "top_forward", "adamw_step"} < {*in_tiles}
-    for name in in_tiles:
+    tiled = [name for name, one in vars(NumpyOps).items() if hasattr(one, "__wrapped__")]
+    assert {"gelu_forward", "layernorm_forward", "top_forward", "adamw_step"} < {*tiled}
+    for name in tiled:
         function = FUNCTIONS[name]
         assert any(part.by_row for part in function.takes), name
         assert len(function.makes) in (0, len(function.gives)), name

@@ -23,7 +23,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.errors import NonFiniteError
 from mpipar.layers.parallel.kv_cache import KVCache
-from mpipar.layers.recompute import Recomputed
+from mpipar.layers.recompute import ActivationRecompute
 from mpipar.layers.stash import Stash
 from mpipar.ops import make
 from mpipar.run.inference import generate as generation
@@ -126,7 +126,7 @@ def test_a_block_without_the_cache_is_caught(monkeypatch):
             x = layer.forward(x, inner)
         return x
 
-    monkeypatch.setattr(Recomputed, "forward", forward)
+    monkeypatch.setattr(ActivationRecompute, "forward", forward)
     with pytest.raises(AssertionError, match="logits of text"):
         assert_as_without_cache(model("llama", recompute="block"), [[1, 2], [3, 4]], monkeypatch)
 

@@ -312,7 +312,7 @@ def test_state_on_a_gpu(dtype, background, cupy, tmp_path):
     workers = loaded(on_device, 2, written)
     for worker in workers:
         for param in (param for flat in worker.flats for param in flat.params):
-            shard = known_shard("master", param, worker.ops.statistics, 0)
+            shard = known_shard("master", param, worker.ops.accum_dtype, 0)
             expected = shard.astype(worker.ops.dtype).tobytes()
             assert worker.ops.to_host(param.data).tobytes() == expected, param.name
     savers = savers_of(workers, tmp_path / "device", background=background)
