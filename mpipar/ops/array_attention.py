@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipar.ops.arrays import Arrays
+from mpipar.ops.arrays import Arrays, nonzero
 from mpipar.ops.signature import Array, ThreeArrays, shapes
 
 
@@ -231,11 +231,6 @@ class AttentionFormulas(Arrays):
             ]
             _heads_first(total)[...] = sum(parts)
         return dq, dk, dv
-
-
-def nonzero(total: Array) -> Array:
-    """Return total as a divisor: 1 where it is 0 because no key is visible."""
-    return total + (total == 0)
 
 
 def _heads_first(x: Array) -> Array:

@@ -352,3 +352,8 @@ class Arrays:
 def as_rows(x: Array) -> Array:
     """Return x (..., K) as a matrix (rows, K)."""
     return x.reshape(-1, x.shape[-1])
+
+
+def nonzero(total: Array) -> Array:
+    """Return total as a divisor: 1 where it is 0 because nothing is summed."""
+    return total + (total == 0)

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipar.ops.array_attention import nonzero
 from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.arrays import nonzero
 from mpipar.ops.signature import Array, Shape, ThreeArrays
 
 # Queries of a tile. At T = 1024, 64 and 256 are equal within 5 %. Without tiles the hidden triangle
