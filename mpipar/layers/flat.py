@@ -10,13 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from numpy.typing import DTypeLike
-
 from mpipar.comm.group import Comm, Pending
 from mpipar.comm.groups import Comms
 from mpipar.layers.param import Param
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array
+from mpipar.ops.signature import Array, DType
 
 Runs = list[tuple[Any, slice]]
 
@@ -100,7 +98,7 @@ class FlatParams:
             found.append((value, slice(edges[first], edges[number])))
         return found
 
-    def zeros(self, kind: str, dtype: DTypeLike, label: str) -> Array:
+    def zeros(self, kind: str, dtype: DType, label: str) -> Array:
         """Return a new buffer of a kind. What travels is in the memory that its group prefers.
 
         Comm: perhaps a window, by every member of the group that sums it.

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.groups import Comms
 from mpipar.errors import UsageError
-from mpipar.ops.signature import Array
+from mpipar.ops.signature import Array, DType
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) on each dimension of a tensor, without padding
 
@@ -153,9 +152,7 @@ class Param:
         """
         return grid.places(tuple(self.placement))
 
-    def initial_run(
-        self, seed: int, spread: float, first: int, count: int, dtype: DTypeLike
-    ) -> Array:
+    def initial_run(self, seed: int, spread: float, first: int, count: int, dtype: DType) -> Array:
         """Return `count` initial values, flat, from place `first` of the shard; padding is zero."""
         width = math.prod(self.local_shape[1:])
         rows = slice(first // width, -(-(first + count) // width))

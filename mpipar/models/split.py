@@ -6,8 +6,9 @@ for each stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice, permutations
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 Split = tuple[int, ...]  # blocks of each stage
@@ -33,32 +34,22 @@ def stage_flops(units: UnitFlops, stage_layers: Sequence[int]) -> list[tuple[flo
 
 
 def balanced_layers(units: UnitFlops, stages_by_rank: Iterable[Iterable[int]]) -> Split:
-    """Return the blocks per stage that minimize the FLOPs of the busiest pipeline rank.
+    """Return the blocks per stage. stages_by_rank: the stages that each rank holds.
 
-    stages_by_rank: the stages that each rank holds. A stage may hold no block.
-
-    The search starts as if all blocks cost the same, and moves to the best neighbouring split as
-    long as that is better. If all blocks do cost the same, or each rank holds one stage, the result
-    is optimal. Otherwise a better split may exist, but it cannot gain the FLOPs of a whole block;
-    an exact answer would require a search through all splits.
+    A stage may hold no block. If all blocks cost the same, no split has a less busy busiest rank.
+    Otherwise each stage keeps the share of FLOPs that it would have then, to within a block: it
+    gets the blocks whose middle lies in it.
     """
-    ranks = list(map(tuple, stages_by_rank))
-
-    def loads(split: Split) -> list[float]:
-        """Return the FLOPs of each rank, the busiest first."""
-        stages = [sum(flops) for flops in stage_flops(units, split)]
-        return sorted((sum(stages[stage] for stage in held) for held in ranks), reverse=True)
-
-    split = even_split(units, ranks)
-    while True:
-        limit = loads(split)[0]
-        better = min((filled_split(units, ranks, limit), *moved_splits(split)), key=loads)
-        if loads(better) >= loads(split):
-            return split
-        split = better
+    shares = even_split(units, list(map(tuple, stages_by_rank)))
+    mean = sum(units.blocks) / len(units.blocks)
+    ends = [mean * count for count in accumulate(shares)]
+    split = [0] * len(shares)
+    for flops, end in zip(units.blocks, accumulate(units.blocks), strict=True):
+        split[min(bisect_right(ends, end - flops / 2), len(split) - 1)] += 1
+    return tuple(split)
 
 
-def even_split(units: UnitFlops, ranks: list[Split]) -> Split:
+def even_split(units: UnitFlops, ranks: Sequence[Split]) -> Split:
     """Return the best split if every block cost the average. ranks: stages of each rank.
 
     Each block goes to the least busy rank, and there to the least busy stage. Of equal ranks the
@@ -75,37 +66,3 @@ def even_split(units: UnitFlops, ranks: list[Split]) -> Split:
         split[stage] += 1
         flops[stage] += sum(units.blocks) / len(units.blocks)
     return tuple(split)
-
-
-def filled_split(units: UnitFlops, ranks: list[Split], limit: float) -> Split:
-    """Return the split that fills stages backwards, each rank to less than `limit` FLOPs.
-
-    A rank with several stages fills each with an equal part of its remaining room. Blocks that fit
-    nowhere go to the first stage. If each rank holds one stage, that happens only if every split
-    reaches the limit.
-    """
-    last = max(map(max, ranks))
-    room = {held: limit - units.entry * (0 in held) - units.head * (last in held) for held in ranks}
-    split, left = [0] * (last + 1), list(units.blocks)
-    for stage in reversed(range(last + 1)):
-        held = next(held for held in ranks if stage in held)
-        part = room[held] / sum(other <= stage for other in held)
-        while left and left[-1] < part:
-            part -= left[-1]
-            room[held] -= left.pop()
-            split[stage] += 1
-    split[0] += len(left)
-    return tuple(split)
-
-
-def moved_splits(split: Split) -> Iterator[Split]:
-    """Yield all splits with one block less in one stage and one more in another.
-
-    The stages between them hold as many blocks as before, each shifted by one.
-    """
-    for source, target in permutations(range(len(split)), 2):
-        if split[source]:
-            moved = list(split)
-            moved[source] -= 1
-            moved[target] += 1
-            yield tuple(moved)

@@ -19,7 +19,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from numpy.typing import DTypeLike
+
 Array: TypeAlias = Any  # of NumPy or CuPy, or one of shapes only: they have no common type
+DType: TypeAlias = DTypeLike
 Shape: TypeAlias = tuple[int, ...]
 ThreeArrays: TypeAlias = tuple[Array, Array, Array]
 Runs: TypeAlias = Sequence[tuple[bool, slice]]

@@ -7,12 +7,10 @@ chunks are joined.
 
 from __future__ import annotations
 
-from numpy.typing import DTypeLike
-
 from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array
+from mpipar.ops.signature import Array, DType
 
 
 def local_chunk(ops: Ops, x: Array, axis: int, comm: Comm) -> Array:
@@ -61,7 +59,7 @@ def packed(ops: Ops, *arrays: Array) -> Array:
     return whole
 
 
-def rounded(ops: Ops, x: Array, dtype: DTypeLike) -> Array:
+def rounded(ops: Ops, x: Array, dtype: DType) -> Array:
     """Return x rounded to the dtype of activations; x itself if it already has it."""
     if x.dtype == dtype:
         return x
