@@ -74,9 +74,9 @@ class FlatParams:
             self.master = self.zeros("master", ops.accum_dtype, "optimizer")
         for kind in ("data", "grad", "master"):
             if self.shares(kind):
-                self.displace(kind, slice(0, self.total))
+                self.unbind(kind, slice(0, self.total))
             else:
-                self.place(kind, getattr(self, kind))
+                self.bind(kind, getattr(self, kind))
         self.summed = self.sums()  # the gradient of each piece, once it is summed over all ranks
 
     def cut(self) -> None:
@@ -120,19 +120,19 @@ class FlatParams:
         """Return whether a kind of buffer is sharded, so that this rank has only its own pieces."""
         return False
 
-    def place(self, kind: str, buffer: Array, run: slice | None = None) -> None:
+    def bind(self, kind: str, buffer: Array, run: slice | None = None) -> None:
         """Make `kind` of every Param in a run of the flat order a view of a buffer.
 
         run: what the buffer holds, by default all.
         """
         run = run or slice(0, self.total)
         for param in self.params_in(run):
-            param.place(kind, buffer, self.starts[param] - run.start)
+            param.bind(kind, buffer, self.starts[param] - run.start)
 
-    def displace(self, kind: str, run: slice) -> None:
+    def unbind(self, kind: str, run: slice) -> None:
         """Take `kind` from every Param in a run of the flat order."""
         for param in self.params_in(run):
-            param.displace(kind)
+            param.unbind(kind)
 
     def params_in(self, run: slice) -> list[Param]:
         """Return the parameters in a run of the flat order."""

@@ -31,7 +31,7 @@ class Copies(NamedTuple):
 ALONE = Copies()
 
 
-class Held(Protocol):
+class ParamContext(Protocol):
     """What a Param needs from a `Context`."""
 
     @property
@@ -58,7 +58,7 @@ class Param:
     norms and files must not count again. box: (start, stop) of this shard on each dimension,
     without padding. shard: its number among the tensor's shards. unit: the unit of the stage that
     it belongs to, counted from the first; the stage sets it. data, grad, master: views into the
-    flat buffers of a stage, which `FlatParams` places. Layers read data; the optimizer and files
+    flat buffers of a stage, which `FlatParams` binds. Layers read data; the optimizer and files
     use master. A buffer that is sharded across ranks is None here.
     """
 
@@ -68,7 +68,7 @@ class Param:
 
     def __init__(
         self,
-        context: Held,
+        context: ParamContext,
         name: str,
         shape: Iterable[int],
         *,
@@ -104,7 +104,7 @@ class Param:
         self.local_shape, self.size = tuple(local), math.prod(local)
         self.box = self.box_at(grid, {group: grid.place(group) for group in self.placement})
         self.unit = 0
-        self._places: dict[str, tuple[Array, int]] = {}
+        self._bound: dict[str, tuple[Array, int]] = {}
 
     def __getattr__(self, kind: str) -> NoReturn:
         """Explain what is missing; called for attributes that have not been set."""
@@ -115,14 +115,14 @@ class Param:
             " mpipar.FlatParams(ops, layer.params).initialize(seed)"
         )
 
-    def place(self, kind: str, buffer: Array, start: int) -> None:
+    def bind(self, kind: str, buffer: Array, start: int) -> None:
         """Make data, grad or master a view of a flat buffer, starting at `start`."""
-        self._places[kind] = buffer, start
+        self._bound[kind] = buffer, start
         setattr(self, kind, buffer[start : start + self.size].reshape(self.local_shape))
 
-    def displace(self, kind: str) -> None:
+    def unbind(self, kind: str) -> None:
         """Remove data, grad or master: no rank holds it whole."""
-        self._places.pop(kind, None)
+        self._bound.pop(kind, None)
         setattr(self, kind, None)
 
     def span(self, last: Param, kind: str) -> Array:
@@ -130,8 +130,8 @@ class Param:
 
         A product can thus read a layer's tensors, which are side by side, as one.
         """
-        buffer, start = self._places.get(kind) or self.__getattr__(kind)
-        same, place = last._places[kind]
+        buffer, start = self._bound.get(kind) or self.__getattr__(kind)
+        same, place = last._bound[kind]
         assert same is buffer, (self.name, last.name)
         return buffer[start : place + last.size]
 

@@ -241,13 +241,13 @@ class PieceSync(ScatterSync):
         self.collect()
         self.ops.fill(self.scratch, 0)
         for flat, number, part in views_in(self.scratch, self.needs[stage][unit]):
-            flat.place("grad", part, flat.segments[number].run)
+            flat.bind("grad", part, flat.segments[number].run)
 
     def end_unit(self, stage: int, unit: int, last: bool) -> None:
         """Post the sums of the unit's gradients. Comm: one reduce_scatter per segment."""
         with self.recorder.at("sync"):
             for flat, number, part in views_in(self.scratch, self.needs[stage][unit]):
-                flat.displace("grad", flat.segments[number].run)
+                flat.unbind("grad", flat.segments[number].run)
                 pending = self.scatter(flat, part, f"{flat.title(number)}.scatter")
                 self.scattered.append((pending, flat, number))
 
@@ -334,12 +334,12 @@ class GatheredUnits:
         """Wait for what has been posted for a unit, and point the layers at it."""
         for pending, flat, number, whole in posted:
             pending.wait()
-            flat.place("data", whole, flat.segments[number].run)
+            flat.bind("data", whole, flat.segments[number].run)
 
     def forget(self, needs: Needs) -> None:
         """Detach the layers from the weights, so that none reads what a buffer held before."""
         for flat, number in needs:
-            flat.displace("data", flat.segments[number].run)
+            flat.unbind("data", flat.segments[number].run)
 
 
 class KeptUnits(GatheredUnits):
