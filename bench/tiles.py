@@ -3,10 +3,11 @@
     python -m bench.tiles [--json FILE]
     python -m bench.tiles --products [--json FILE]         # one product, from loops to BLAS
 
-Each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention (numpy_attention.py)
-over a tile of queries. Small tiles drown in interpreter overhead, and large ones fall out of the
-cache. A large tile of queries also computes scores that the causal mask then discards. Before
-anything is timed, every tile's result is compared with the plain functions of array_ops.py.
+Each chain of mpipar/ops/array_ops.py runs over a tile of elements, and attention
+(numpy_attention.py) over a tile of queries. Small tiles drown in interpreter overhead, and large
+ones fall out of the cache. A large tile of queries also computes scores that the causal mask then
+discards. Before anything is timed, every tile's result is compared with the plain functions of
+array_ops.py.
 
 Columns: tile: elements, or queries; "all" is no tiling, "numba" is the compiled loop, if Numba is
 installed. tile_KiB: one array of that tile. over_best: time over that of the best tile. bytes_MiB:
