@@ -11,7 +11,7 @@ from bench.kernels import check, functions
 from bench.rehearse import CALL, WAIT, configured, lay_out, room_needed, script_of, seconds_of
 from bench.training import config_of
 from mpipar.errors import EnvironmentProblem, UsageError
-from mpipar.ops import make, numpy_ops
+from mpipar.ops import make, numpy_attention, numpy_ops
 from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.study.explain.predict import predict
