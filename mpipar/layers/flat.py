@@ -14,7 +14,7 @@ from mpipar.comm.group import Comm, Pending
 from mpipar.comm.groups import Comms
 from mpipar.layers.param import Param
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array, DType
+from mpipar.ops.signature import Array, Dtype
 
 Runs = list[tuple[Any, slice]]
 
@@ -98,7 +98,7 @@ class FlatParams:
             found.append((value, slice(edges[first], edges[number])))
         return found
 
-    def zeros(self, kind: str, dtype: DType, label: str) -> Array:
+    def zeros(self, kind: str, dtype: Dtype, label: str) -> Array:
         """Return a new buffer of a kind. What travels is in the memory that its group prefers.
 
         Comm: perhaps a window, by every member of the group that sums it.

@@ -12,7 +12,7 @@ import numpy as np
 from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.groups import Comms
 from mpipar.errors import UsageError
-from mpipar.ops.signature import Array, DType
+from mpipar.ops.signature import Array, Dtype
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) on each dimension of a tensor, without padding
 
@@ -152,7 +152,7 @@ class Param:
         """
         return grid.places(tuple(self.placement))
 
-    def initial_run(self, seed: int, spread: float, first: int, count: int, dtype: DType) -> Array:
+    def initial_run(self, seed: int, spread: float, first: int, count: int, dtype: Dtype) -> Array:
         """Return `count` initial values, flat, from place `first` of the shard; padding is zero."""
         width = math.prod(self.local_shape[1:])
         rows = slice(first // width, -(-(first + count) // width))

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from numpy.typing import DTypeLike
 
 Array: TypeAlias = Any  # of NumPy or CuPy, or one of shapes only: they have no common type
-DType: TypeAlias = DTypeLike
+Dtype: TypeAlias = DTypeLike
 Shape: TypeAlias = tuple[int, ...]
 ThreeArrays: TypeAlias = tuple[Array, Array, Array]
 Runs: TypeAlias = Sequence[tuple[bool, slice]]

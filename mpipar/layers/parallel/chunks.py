@@ -10,7 +10,7 @@ from __future__ import annotations
 from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array, DType
+from mpipar.ops.signature import Array, Dtype
 
 
 def local_chunk(ops: Ops, x: Array, axis: int, comm: Comm) -> Array:
@@ -59,7 +59,7 @@ def packed(ops: Ops, *arrays: Array) -> Array:
     return whole
 
 
-def rounded(ops: Ops, x: Array, dtype: DType) -> Array:
+def rounded(ops: Ops, x: Array, dtype: Dtype) -> Array:
     """Return x rounded to the dtype of activations; x itself if it already has it."""
     if x.dtype == dtype:
         return x
