@@ -42,9 +42,7 @@ TOKENS = "embedding.tokens"  # the table that a tied head shares
 
 def linears_of(context: Context, config: ModelConfig) -> tuple[type[Linear], type[Linear]]:
     """Return the cuts of two products, the second of which reads the first one's result."""
-    if context.tp.size == 1:  # no sum lies between a product and its bias: they are one call
-        return ColumnLinear, ColumnLinear
-    if not config.sequence_parallel:
+    if context.tp.size == 1 or not config.sequence_parallel:
         return ColumnLinear, RowLinear
     if config.tp_matmul == "ring":
         return ColumnRingLinear, RowRingLinear
