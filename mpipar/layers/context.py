@@ -15,7 +15,7 @@ from mpipar.layers.parallel.context import MakeAttention, attention_over
 from mpipar.layers.parallel.local_attention import LocalAttention
 from mpipar.layers.parallel.tokens import ReplicatedTokens
 from mpipar.layers.param import ALONE, Copies
-from mpipar.layers.recompute import Recomputed
+from mpipar.layers.recompute import ActivationRecompute
 from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ class LossFactor:
 class Context:
     """Array functions, groups, and what this rank holds.
 
-    ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products. held:
-    which tokens this rank holds between two products, by default all of them. attention: how the
+    ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products.
+    token_layout: which tokens this rank holds between two products, by default all of them. attention: how the
     ranks of cp attend to each other's tokens, see `parallel.context`. recompute_blocks: the number
     of a stage's leading blocks that use activation recomputation. recompute_attention: the
     attention method of these blocks if they recompute only scores; None if they recompute
@@ -51,7 +51,7 @@ class Context:
 
     ops: Ops
     comms: Comms
-    held: ReplicatedTokens = None  # type: ignore[assignment] # see __post_init__
+    token_layout: ReplicatedTokens = None  # type: ignore[assignment] # see __post_init__
     attention: MakeAttention = LocalAttention
     recompute_blocks: int = 0
     recompute_attention: MakeAttention | None = None
@@ -61,8 +61,8 @@ class Context:
     tied: Copies = ALONE
 
     def __post_init__(self) -> None:
-        if self.held is None:
-            object.__setattr__(self, "held", ReplicatedTokens(self.ops, self.comms["tp"]))
+        if self.token_layout is None:
+            object.__setattr__(self, "token_layout", ReplicatedTokens(self.ops, self.comms["tp"]))
 
     @property
     def tp(self) -> Comm:
@@ -87,7 +87,7 @@ class Context:
             elif self.recompute_attention:
                 found.append(make(replace(self, attention=self.recompute_attention), index))
             else:
-                found.append([Recomputed(make(self, index), self.comms.recorder)])
+                found.append([ActivationRecompute(make(self, index), self.comms.recorder)])
         return found
 
 

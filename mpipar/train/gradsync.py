@@ -23,7 +23,7 @@ from mpipar.comm.group import Pending
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.layers.flat import FlatParams
-from mpipar.models.stage import LayerRun
+from mpipar.models.stage import PipelineStage
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.train.optimizer import RULES
@@ -40,7 +40,7 @@ class GradSync(Generic[Flat]):
     def __init__(
         self,
         ops: Ops,
-        stages: Mapping[int, LayerRun],
+        stages: Mapping[int, PipelineStage],
         comms: Comms,
         recorder: Recorder,
         bucket_bytes: int,
@@ -52,7 +52,7 @@ class GradSync(Generic[Flat]):
         # The order is the same on every rank: sums over further groups follow it.
         self.flats = [flat for flats in self.flats_of.values() for flat in flats]
         self.of_loss = [flat for flat in self.flats if RULES[flat.rule].of_loss]
-        self.bucket = max(1, bucket_bytes // ops.statistics.itemsize)  # elements
+        self.bucket = max(1, bucket_bytes // ops.accum_dtype.itemsize)  # elements
         self.pending: list[Pending] = []
         self.started: set[tuple[int, int]] = set()  # (stage, unit)
 
@@ -135,8 +135,8 @@ class GradSync(Generic[Flat]):
     def square_sums(self) -> list[tuple[Any, bool]]:
         """Return (sum of squares, whether it counts in the norm) of each part of the gradients.
 
-        The sums are for `ops.numbers` to read. Only owned parameters count, and of equal sums only
-        those on one rank. The others are read too, because a copy may be the only one with a number
+        The sums are for `ops.to_floats`. Only owned parameters count, and of equal sums only those
+        on one rank. The others are read too, because a copy may be the only one with a number
         that is not finite. This costs no time, because these ranks would otherwise wait while the
         first one adds up its squares.
         """

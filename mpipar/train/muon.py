@@ -242,7 +242,7 @@ class Muon(Sgd):
                 ops.accumulate(ops.scale(momentum, MOMENTUM), grad)
                 ops.sgd_step(grad, momentum, -MOMENTUM)  # Nesterov: one step ahead
         rooms = {
-            k: ops.empty((len(unit.shards), unit.size), ops.statistics, "buffers")
+            k: ops.empty((len(unit.shards), unit.size), ops.accum_dtype, "buffers")
             for k, unit in ((k, self.units[k]) for k in self.own)
         }
         arriving = [(peer, rooms[k][shard][run]) for peer, k, shard, run in self.arriving]
@@ -259,7 +259,7 @@ class Muon(Sgd):
         for views, own in zip((sent, received), counts, strict=True):
             for peer, view in views:
                 own[peer] += view.size
-        x = self.ops.empty((sum(counts[0]),), self.ops.statistics, "buffers")
+        x = self.ops.empty((sum(counts[0]),), self.ops.accum_dtype, "buffers")
         for part, view in by_peer(x, sent):
             self.ops.copy(part, view)
         y, _ = self.comm.all_to_allv(x, counts[0], name, counts[1])
@@ -270,14 +270,14 @@ class Muon(Sgd):
         """Replace all shards of this rank's own units. rooms: {unit: (shards, numbers of each)}."""
         ops, wholes = self.ops, {}
         for k, room in rooms.items():
-            wholes[k] = ops.empty(self.units[k].shape, ops.statistics, "buffers")
+            wholes[k] = ops.empty(self.units[k].shape, ops.accum_dtype, "buffers")
             for whole, part in self.units[k].joints(self.grid, wholes[k], room):
                 ops.copy(whole, part)
         found = [matrix for k, whole in wholes.items() for matrix in self.units[k].matrices(whole)]
-        squares = ops.numbers([ops.square_sum(matrix) for matrix in found])
+        squares = ops.to_floats([ops.square_sum(matrix) for matrix in found])
         for matrix, square in zip(found, squares, strict=True):
             wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
-            x = ops.empty(wide.shape, ops.statistics, "buffers")
+            x = ops.empty(wide.shape, ops.accum_dtype, "buffers")
             ops.copy(x, wide)
             x = orthogonalized(self.exact, ops.scale(x, 1 / max(math.sqrt(square), EPS)))
             ops.copy(wide, ops.scale(x, SCALE * math.sqrt(max(wide.shape))))

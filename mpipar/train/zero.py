@@ -24,7 +24,7 @@ from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.group import Comm, Pending
 from mpipar.layers.flat import FlatParams, Runs
 from mpipar.layers.param import Param
-from mpipar.models.stage import LayerRun
+from mpipar.models.stage import PipelineStage
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.pipeline.instructions import Instr
@@ -32,7 +32,7 @@ from mpipar.train.gradsync import GradSync
 
 READERS = ("F", "B", "I")  # kinds of passes that read weights
 
-Stages = Mapping[int, LayerRun]
+Stages = Mapping[int, PipelineStage]
 
 
 class Segment(NamedTuple):

@@ -79,7 +79,7 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     ops = worker.ops
     if config.run.save_async and config.run.device == "cpu":  # a GPU's copy is in host memory
         elements = num_elements(own_pieces(worker))
-        snapshot = ops.empty((elements,), ops.statistics, label="snapshot")  # noqa: F841 (held)
+        snapshot = ops.empty((elements,), ops.accum_dtype, label="snapshot")  # noqa: F841 (held)
     blank_batch = rows.blank_batch
     step = config.train.outer_interval if worker.outer else 1  # islands meet in it
     worker.train_step(step, lambda mb: blank_batch(ops, config))
@@ -173,8 +173,8 @@ def _unit_memory(config) -> dict:
     watch.kind = "w"
     stage.backward_weight(stash, watch)
     kept = watch.taken
-    rules, s = rules_of(config.train.optimizer), ops.statistics.itemsize
-    copies = 1 + (ops.dtype != ops.statistics) + outer_copies(config)  # and the moments
+    rules, s = rules_of(config.train.optimizer), ops.accum_dtype.itemsize
+    copies = 1 + (ops.dtype != ops.accum_dtype) + outer_copies(config)  # and the moments
 
     def kept_of(param):
         return param.size * (
