@@ -40,13 +40,13 @@ class Context:
     """Array functions, groups, and what this rank holds.
 
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products.
-    token_layout: which tokens this rank holds between two products, by default all of them. attention: how the
-    ranks of cp attend to each other's tokens, see `parallel.context`. recompute_blocks: the number
-    of a stage's leading blocks that use activation recomputation. recompute_attention: the
-    attention method of these blocks if they recompute only scores; None if they recompute
-    everything from their input. factor: of the loss. make_flat: makes a stage's flat buffers, see
-    `flats_of`. rules: {rule of a Param: the optimizer's}. tied: the copies of a table that the
-    first and the last stage share.
+    token_layout: which tokens this rank holds between two products, by default all of them.
+    attention: how the ranks of cp attend to each other's tokens, see `parallel.context`.
+    recompute_blocks: the number of a stage's leading blocks that use activation recomputation.
+    recompute_attention: the attention method of these blocks if they recompute only scores; None if
+    they recompute everything from their input. factor: of the loss. make_flat: makes a stage's flat
+    buffers, see `flats_of`. rules: {rule of a Param: the optimizer's}. tied: the copies of a table
+    that the first and the last stage share.
     """
 
     ops: Ops
