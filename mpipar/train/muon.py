@@ -226,7 +226,7 @@ class Muon(Sgd):
                 parts = len(unit.shards) * math.prod(map(self.grid.size, unit.sharding))
                 side, other = unit.gram_sides
                 calls += unit.count * (STEPS + 1) * (parts > 1)
-                payload = (STEPS * side**2 + 1) * self.ops.statistics.itemsize
+                payload = (STEPS * side**2 + 1) * self.ops.accum_dtype.itemsize
                 sent += unit.count * wire_bytes("all_reduce", payload, parts)
                 flops += unit.count * STEPS * (4 * side**2 * other // parts + 2 * side**3)
         return calls, sent, flops
