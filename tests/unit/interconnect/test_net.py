@@ -83,11 +83,16 @@ def test_what_makes_no_sense_is_refused(words, text):
         parsed(*words.split())
 
 
+def test_old_names_of_flags_and_ways():
+    words = "latency --ways mpipar.comm,C --stall-seconds=3 all".split()
+    assert old_name.new_words(words) == ["latency", "--via", "comm,c", "--hang-stop=3"]
+    assert old_name.new_words(["--ways=all"]) == ["--via=comm,mpi4py,c,algorithms"]
+
+
 @pytest.mark.parametrize("name", old_name.GONE)
-def test_flags_that_are_gone_say_what_to_type(name):
-    session = SimpleNamespace(launcher=SimpleNamespace(rank=0))
-    with pytest.raises(UsageError, match=f"{name} is gone; (leave it out: |give -|type -)"):
-        old_name.main(["latency", f"{name}=1"], session)
+def test_flags_without_a_successor_say_what_to_type(name):
+    with pytest.raises(UsageError, match=f"{name} is gone; (leave it out: |give -)"):
+        old_name.new_words(["latency", f"{name}=1"])
 
 
 def test_ways_that_a_case_can_go():

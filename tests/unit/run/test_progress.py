@@ -17,6 +17,7 @@ from short_runs import TINY
 from mpipar.run.console import progress as progress_module
 from mpipar.run.console.output import Log
 from mpipar.run.console.progress import progress
+from mpipar.run.process.streams import warn
 
 
 def screen(text):
@@ -73,6 +74,27 @@ def test_the_emulator_sees_a_mangled_line(open_terminal):
         line.update()
         print("short")
         assert not shown(terminal)[0].startswith("short")
+
+
+def test_threads_do_not_mix_their_texts(open_terminal):
+    """Steps in one thread, warnings in three others: each line is whole."""
+    terminal = open_terminal()
+    with at_once(200) as line:
+
+        def warns(name):
+            for number in range(50):
+                warn(f"{name} {number}")
+
+        threads = [threading.Thread(target=warns, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            line.update()
+        for thread in threads:
+            thread.join()
+    assert sorted(filter(None, shown(terminal))) == sorted(
+        f"mpipar: warning: {name} {number}" for name in "abc" for number in range(50)
+    )
 
 
 class Pipe(io.StringIO):

@@ -20,7 +20,7 @@ from mpipar.errors import DataError
 from mpipar.run.data import source as source_module
 from mpipar.run.data.bigram import bigram_loss
 from mpipar.run.data.rows import load, split
-from mpipar.run.data.source import load_source
+from mpipar.run.data.source import LLMC_HEADER, load_source
 from mpipar.run.data.token_file import TokenFiles
 from mpipar.run.files.utf8 import BLOCK, text_pieces
 
@@ -308,6 +308,20 @@ def test_built_in_text():
     for vocab_size, message in ((128, "outside the vocabulary of 128"), (50257, "50,257")):
         with pytest.raises(DataError, match=message):
             load_source((), vocab_size)
+
+
+def test_bytes_are_refused_for_a_vocabulary_of_tokens(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(DataError, match="50,257 is not one of bytes; give token files"):
+        load_source((str(tmp_path / "a.txt"),), 50257)
+
+
+def test_a_large_token_file_is_not_read_into_memory(tmp_path):
+    path = tmp_path / "tokens.bin"
+    with open(path, "wb") as file:
+        file.write(header(2**25))
+        file.truncate(LLMC_HEADER + 2**26)
+    assert isinstance(load_source((str(path),), 50257).tokens, TokenFiles)
 
 
 def test_python_without_the_built_in_text(monkeypatch):
