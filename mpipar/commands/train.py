@@ -64,7 +64,7 @@ def run(context: Context) -> int:
         with memory_limit(config, training.inputs.ops):
             training.allocate()
             with training.watched():
-                with session.stop_on_request():
+                with session.stop_on_request(training.meeting()):
                     try:
                         training.loop()
                     except (NonFiniteError, DriftError):  # raised on all ranks

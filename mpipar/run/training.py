@@ -262,6 +262,13 @@ class Run:
         if self.replicas.count:
             self.log(self.replicas.summary())
 
+    def meeting(self) -> str:
+        """Return after what all ranks agree to stop or save, for the user."""
+        every = self.config.train.outer_interval
+        if self.config.grid.islands in (None, 1):
+            return "this step"
+        return f"the next step in which the islands meet, one in {every}"
+
     def is_complete(self) -> bool:
         """Return whether steps were done, and none was cut off by a request to stop."""
         return not self.stopped and self.last >= self.first
