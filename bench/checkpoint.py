@@ -26,7 +26,7 @@ import numpy as np
 
 from bench.program import Outcome, Program
 from bench.training import worker_of
-from mpipar.comm.facts import broadcast_text, gather_numbers
+from mpipar.comm.objects import broadcast_text, gather_numbers
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.config.sizes import read_bytes

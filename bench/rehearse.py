@@ -25,9 +25,9 @@ import numpy as np
 from bench.program import Outcome, Program
 from bench.training import config_of
 from mpipar import ops as ops_module
-from mpipar.comm.facts import all_gather_facts, gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
+from mpipar.comm.objects import all_gather_objects, gather_objects
 from mpipar.comm.record import Record, Recorder, as_record, family
 from mpipar.comm.request import Request
 from mpipar.comm.transport import Counts, Exchanged, ShapesTransport
@@ -439,14 +439,14 @@ def measure(args: Any, session: Any) -> Outcome | int:
     script = session.agree(lambda: script_of(config, world.rank))
     session.agree(lambda: check_room(room_needed(script), len(session.host_ranks), free_bytes()))
     player = Player(config, world, ops, script)
-    if wrong := [text for text in all_gather_facts(world, player.check()) if text]:
+    if wrong := [text for text in all_gather_objects(world, player.check()) if text]:
         if world.rank == 0:
             print("\n".join(wrong))
         return EXIT_CHECK_FAILED
     player.steps(WARM_UP)
     times, sums = player.steps(args.steps)
     own = [[key, [*sums[key], ms]] for key, ms in player.predicted(machine).items()]
-    facts = gather_facts(world, [times, own])
+    facts = gather_objects(world, [times, own])
     player.comms.close()
     if facts is None:
         return EXIT_OK

@@ -18,9 +18,9 @@ import numpy as np
 
 from bench.program import Outcome, Program
 from mpipar import ops as ops_module
-from mpipar.comm.facts import gather_numbers
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
+from mpipar.comm.objects import gather_numbers
 from mpipar.comm.record import Recorder
 from mpipar.pipeline.engine import Engine, WholeWeights
 from mpipar.pipeline.instructions import lower
@@ -80,10 +80,10 @@ def one_schedule(world, ops, name, num_microbatches: int, cell: float, repeats: 
     pass_seconds = cell * world.size / schedule.num_stages  # a chunk is that part of the layers
     stages = {
         stage: Sleeper(ops, pass_seconds, stage == last)
-        for stage in schedule.stages_by_rank[grid.place("pp")]
+        for stage in schedule.stages_by_rank[grid.group_rank("pp")]
     }
     engine = Engine(ops, stages, schedule, comms["pp"], recorder, NoSync(), WholeWeights())
-    program = lower(schedule, grid.place("pp"))
+    program = lower(schedule, grid.group_rank("pp"))
     seconds, busy = [], []
     for _ in range(repeats):
         recorder.reset_counters()

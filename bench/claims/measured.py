@@ -20,7 +20,7 @@ from typing import Any
 from bench.claims.computed import configure, layout_name
 from bench.training import Trained
 from mpipar import ops as ops_module
-from mpipar.comm.facts import broadcast_text, gather_facts
+from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.comm.record import COMPUTE, Recorder
 from mpipar.config.run import traced_steps
 from mpipar.errors import OutOfMemory
@@ -69,7 +69,7 @@ def from_steps(
             with tempfile.TemporaryDirectory() as own:
                 folder = broadcast_text(world, own)
                 # After it every rank has written its file.
-                seconds = gather_facts(world, median_step(config, world, folder))
+                seconds = gather_objects(world, median_step(config, world, folder))
                 if seconds and traced:
                     found = Analysis(trace_file.read(folder))
             if seconds:
@@ -241,7 +241,7 @@ def too_large(world) -> list[dict] | None:
         part = world.Split(0 if world.rank < count else 1, world.rank)
         outcome = attempt(config, part) if world.rank < count else ""
         part.Free()
-        outcomes = gather_facts(world, outcome)
+        outcomes = gather_objects(world, outcome)
         if outcomes:
             rows.append(
                 {

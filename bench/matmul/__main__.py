@@ -22,7 +22,7 @@ import numpy as np
 from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, shown, whole
 from bench.program import Outcome, Program
 from mpipar import ops as ops_module
-from mpipar.comm.facts import gather_facts
+from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.study.trace.flight import flight_ns
@@ -119,7 +119,7 @@ def measure(args, session) -> Outcome | int:
     rows, full = [], whole(sizes, args.dtype)
     for case in cases(world.size):
         fact = measure_product(case, sizes, args.dtype, args.repeats, world, full)
-        facts = gather_facts(world, fact)
+        facts = gather_objects(world, fact)
         wrong = np.array([len(fact["wrong"])])
         world.Allreduce(wrong.copy(), wrong)
         if wrong[0]:

@@ -56,8 +56,8 @@ from bench.program import Outcome, Program
 from bench.results import versions
 from bench.step.sides import OurSide, add_sizes, configure, rows_of, step_flops
 from bench.step.torch_process import ALONE, TOGETHER, TorchProcess
-from mpipar.comm.facts import broadcast_text, gather_numbers
 from mpipar.comm.hosts import quiet_barrier
+from mpipar.comm.objects import broadcast_text, gather_numbers
 from mpipar.config import flags
 from mpipar.config.run import SUMS
 from mpipar.errors import EXIT_CHECK_FAILED

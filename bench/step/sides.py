@@ -79,7 +79,7 @@ class OurSide:
     def __init__(self, config, rows: Batch, ops, world):
         self.config, self.ops, self.recorder = config, ops, Recorder()
         self.worker = worker_of(config, world, ops, self.recorder)
-        count, dp_rank = config.grid.num_microbatches, self.worker.grid.place("dp")
+        count, dp_rank = config.grid.num_microbatches, self.worker.grid.group_rank("dp")
         self.batches = [
             Batch(*(ops.asarray(x) for x in (one.tokens, one.targets, one.positions)))
             for one in (

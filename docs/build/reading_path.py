@@ -21,7 +21,7 @@ from bench import results
 from bench.program import Outcome, Program
 from bench.training import Trained
 from mpipar import ops as ops_module
-from mpipar.comm.facts import gather_facts
+from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
@@ -92,7 +92,7 @@ def count(args, session) -> Outcome | int:
             lambda: made[0].step(1),
         )
     ]
-    facts = gather_facts(session.world, ran)
+    facts = gather_objects(session.world, ran)
     if facts is None:
         return 0
     before, step = map(lines_of_ranks, zip(*facts, strict=True))

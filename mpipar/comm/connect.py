@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from mpipar.comm.algorithms import algorithm_for
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.device import DeviceTransport, StagedTransport
-from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.comm.nccl import NcclTransport
+from mpipar.comm.objects import all_gather_objects
 from mpipar.comm.request import Options
 from mpipar.comm.transport import SelfTransport, ShapesTransport, Transport
 from mpipar.ops.functions import Ops
@@ -64,8 +64,8 @@ def transport_of(ops: Ops, mpi_comm: MPI.Comm, options: Options) -> Transport:
         return algorithm(ops, mpi_comm, options)
     if options.all_reduce == "mpi":
         gpu = f"{platform.node()} {ops.xp.cuda.Device().pci_bus_id}"
-        alone = len(set(all_gather_facts(mpi_comm, gpu))) == mpi_comm.size > 1
-        if alone and all(all_gather_facts(mpi_comm, has_nccl())):
+        alone = len(set(all_gather_objects(mpi_comm, gpu))) == mpi_comm.size > 1
+        if alone and all(all_gather_objects(mpi_comm, has_nccl())):
             return NcclTransport(ops, MpiTransport(ops, mpi_comm, options, ops.pinned))
         if cuda_aware() == "yes":
             return DeviceTransport(ops, mpi_comm, options)

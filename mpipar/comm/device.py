@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 A = TypeVar("A")
 
 
-class Leaving:
+class DeviceToHostSend:
     """A request for x, which is first copied to `host`; post(host) then makes the MPI call.
 
     host: see `Copies.out`.
@@ -53,7 +53,7 @@ class Leaving:
         self.request.Wait()
 
 
-class Arriving:
+class HostToDeviceReceive:
     """A request whose numbers arrive in `host`, from which they are copied to x.
 
     `Test` is true once the copy is done. `Wait` ends when it is queued: what this rank computes
@@ -134,8 +134,10 @@ class StagedTransport:
         call(host, argument)
         self._to_device(host, x)
 
-    def _leave(self, x: Array, post: Callable[[Array], Request], host: Array = None) -> Leaving:
-        leaving = Leaving(self.copies, x, post, host)
+    def _leave(
+        self, x: Array, post: Callable[[Array], Request], host: Array = None
+    ) -> DeviceToHostSend:
+        leaving = DeviceToHostSend(self.copies, x, post, host)
         if self.host.options.check:  # --check-comm blocks in MPI before each collective
             self.copies.hand_over(wait=True)
         return leaving
@@ -154,17 +156,17 @@ class StagedTransport:
 
     def iall_reduce(self, x: Array) -> Request:
         leaving = self._leave(x, self.host.iall_reduce)
-        return Arriving(self.copies, leaving, leaving.host, x)
+        return HostToDeviceReceive(self.copies, leaving, leaving.host, x)
 
     def ireduce_scatter(self, x: Array) -> Request:
         leaving = self._leave(x, self.host.ireduce_scatter)
-        return Arriving(self.copies, leaving, leaving.host[0], x[0])
+        return HostToDeviceReceive(self.copies, leaving, leaving.host[0], x[0])
 
     def iall_gather(self, x: Array) -> Request:
         host, index = self.copies.room(x.shape, x.dtype), self.host.mpi.rank
         own = slice(index, index + 1)  # MPI reads no other part
         leaving = self._leave(x[own], lambda _: self.host.iall_gather(host), host[own])
-        return Arriving(self.copies, leaving, host, x)
+        return HostToDeviceReceive(self.copies, leaving, host, x)
 
     def all_gather(self, x: Array, group_size: int) -> Array:
         return self._new_on_device(self.host.all_gather(self._to_host(x), group_size))
@@ -188,7 +190,7 @@ class StagedTransport:
 
     def irecv(self, x: Array, peer: int, tag: int) -> Request:
         host = self.copies.room(x.shape, x.dtype)
-        return Arriving(self.copies, self.host.irecv(host, peer, tag), host, x)
+        return HostToDeviceReceive(self.copies, self.host.irecv(host, peer, tag), host, x)
 
     def close(self) -> None:
         self.host.close()

@@ -84,7 +84,7 @@ PRODUCTS = {"data": ("dp", "cp"), "inner": AXES}
 # Divided groups: {runs of neighbours: (what is divided, the ranks at the same place of all runs)}.
 # Where tp has more ranks than there are key and value heads, each run holds the same head. Of the
 # ranks of data, each run holds all experts of a block, sharded over its ranks.
-DIVIDED = {"kv": ("tp", "kv_heads"), "expert": ("data", "expert_data")}
+SUBGROUPS = {"kv": ("tp", "kv_heads"), "expert": ("data", "expert_data")}
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class Grid:
 
     def __post_init__(self) -> None:
         assert sorted(self.order) == sorted(AXES), (self.order, AXES)
-        assert self.sizes.keys() <= {*EVERY, *DIVIDED}, self.sizes
+        assert self.sizes.keys() <= {*EVERY, *SUBGROUPS}, self.sizes
         parts = {axis: Part((axis,), 1, self.sizes.get(axis, 1)) for axis in EVERY}
         for name, axes in PRODUCTS.items():
             parts[name] = Part(axes, 1, math.prod(parts[axis].size for axis in axes))
-        for run, (whole, others) in DIVIDED.items():
+        for run, (whole, others) in SUBGROUPS.items():
             divided, stride, size = parts[whole]
             length = self.sizes.get(run, 1)
             assert size % length == 0, (run, length, size)
@@ -136,14 +136,14 @@ class Grid:
         """Return how many ranks an axis or another group has."""
         return self.parts[group].size
 
-    def place(self, group: str) -> int:
+    def group_rank(self, group: str) -> int:
         """Return this rank's place in an axis or another group, counted from 0."""
-        return self.place_of(self.world_rank, group)
+        return self.group_rank_of(self.world_rank, group)
 
-    def place_of(self, world_rank: int, group: str) -> int:
+    def group_rank_of(self, world_rank: int, group: str) -> int:
         """Return a rank's place in its own group of this name."""
         axes, stride, size = self.parts[group]
-        return self.number(axes, self.coordinates(world_rank)) // stride % size
+        return self.flat_index(axes, self.coordinates(world_rank)) // stride % size
 
     def coordinates(self, world_rank: int) -> dict[str, int]:
         """Return a rank's place on each axis."""
@@ -152,14 +152,14 @@ class Grid:
             world_rank, found[axis] = divmod(world_rank, self.size(axis))
         return found
 
-    def number(self, axes: tuple[str, ...], coordinates: dict[str, int]) -> int:
+    def flat_index(self, axes: tuple[str, ...], coordinates: dict[str, int]) -> int:
         """Return the number of coordinates on some axes, the last of which varies fastest."""
         number = 0
         for axis in axes:
             number = number * self.size(axis) + coordinates[axis]
         return number
 
-    def at(self, **places: int) -> int:
+    def rank_at(self, **places: int) -> int:
         """Return the world rank whose place differs from this one in the given groups: at(pp=0).
 
         Where groups overlap, the later one wins: at(tp=0, kv_heads=2).
@@ -167,22 +167,22 @@ class Grid:
         coordinates = self.coordinates(self.world_rank)
         for group, place in places.items():
             axes, stride, size = self.parts[group]
-            number = self.number(axes, coordinates)
+            number = self.flat_index(axes, coordinates)
             number += (place - number // stride % size) * stride
             for axis in reversed(axes):
                 number, coordinates[axis] = divmod(number, self.size(axis))
-        return self.number((ISLAND, *self.order), coordinates)
+        return self.flat_index((ISLAND, *self.order), coordinates)
 
-    def places(self, groups: Iterable[str]) -> list[dict[str, int]]:
+    def group_ranks(self, groups: Iterable[str]) -> list[dict[str, int]]:
         """Return every {group: place} on the given groups, the first group outermost."""
         ranges = [range(self.size(group)) for group in groups]
         return [dict(zip(groups, place, strict=True)) for place in product(*ranges)]
 
     def group(self, *groups: str) -> tuple[int, ...]:
         """Return the world ranks whose places differ from this one only in `groups`, in order."""
-        return tuple(self.at(**place) for place in self.places(groups))
+        return tuple(self.rank_at(**place) for place in self.group_ranks(groups))
 
-    def uncut(self, whole: str, cut: Iterable[str]) -> tuple[str, ...]:
+    def remaining_group(self, whole: str, cut: Iterable[str]) -> tuple[str, ...]:
         """Return what remains of a group where a tensor is cut over the groups `cut`.
 
         That is the whole group if none of them is part of it. If it is divided, it is the other of
@@ -190,12 +190,12 @@ class Grid:
         """
         if whole in cut:
             return ()
-        for run, (divided, others) in DIVIDED.items():
+        for run, (divided, others) in SUBGROUPS.items():
             if divided == whole and {run, others} & {*cut}:
                 return tuple(part for part in (run, others) if part not in cut)
         return (whole,)
 
-    def same_as(self, group: str) -> str:
+    def alias_of(self, group: str) -> str:
         """Return the axis or product with the same ranks as a group; else the group's own name.
 
         A product of axes is the same as its first axis if the others have one rank. What remains of
@@ -203,9 +203,9 @@ class Grid:
         """
         if group == "inner":
             return "world" if self.size(ISLAND) == 1 else group
-        for run, (whole, others) in DIVIDED.items():
+        for run, (whole, others) in SUBGROUPS.items():
             if group == others and self.size(run) == 1:
-                return self.same_as(whole)
+                return self.alias_of(whole)
         first, *more = PRODUCTS.get(group, (group,))
         return first if all(self.size(axis) == 1 for axis in more) else group
 
@@ -214,17 +214,17 @@ class Grid:
 
         Those that are the same as another one are left out.
         """
-        divided = [name for run, (_, others) in DIVIDED.items() for name in (run, others)]
-        return [*EVERY, *(name for name in (*PRODUCTS, *divided) if self.same_as(name) == name)]
+        divided = [name for run, (_, others) in SUBGROUPS.items() for name in (run, others)]
+        return [*EVERY, *(name for name in (*PRODUCTS, *divided) if self.alias_of(name) == name)]
 
     def partition(self, axis: str, groups: Iterable[Iterable[int]]) -> list[tuple[int, ...]]:
         """Return the world ranks of groups of coordinates along `axis`.
 
         Each group appears once for every place on the other axes.
         """
-        others = self.places([other for other in EVERY if other != axis])
+        others = self.group_ranks([other for other in EVERY if other != axis])
         return [
-            tuple(self.at(**place, **{axis: i}) for i in sorted(group))
+            tuple(self.rank_at(**place, **{axis: i}) for i in sorted(group))
             for group in groups
             for place in others
         ]
@@ -232,6 +232,6 @@ class Grid:
     def describe(self) -> str:
         """Return the place on the axes with several ranks, as in `pp1 tp0`."""
         return (
-            " ".join(f"{axis}{self.place(axis)}" for axis in EVERY if self.size(axis) > 1)
+            " ".join(f"{axis}{self.group_rank(axis)}" for axis in EVERY if self.size(axis) > 1)
             or "one rank"
         )

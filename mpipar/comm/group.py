@@ -20,7 +20,7 @@ from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
-from mpipar.comm.checked import CallCheck
+from mpipar.comm.collective_check import CollectiveCheck
 from mpipar.comm.record import (
     NO_ENTRY,
     NO_TALLY,
@@ -101,7 +101,7 @@ class Comm:
         index: int,
         transport: Transport | None,
         recorder: Recorder,
-        check: CallCheck | None = None,
+        check: CollectiveCheck | None = None,
     ):
         self.axis = axis
         self.ranks = ranks

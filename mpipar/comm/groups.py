@@ -6,11 +6,11 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from mpipar.comm.checked import CallCheck
+from mpipar.comm.collective_check import CollectiveCheck
 from mpipar.comm.connect import connect, split
 from mpipar.comm.grid import AXES, ISLAND, Grid
 from mpipar.comm.group import Comm
-from mpipar.comm.hosts import cores_of, finish_passes_first
+from mpipar.comm.hosts import cores_of, use_batch_scheduling
 from mpipar.comm.launcher import check_world
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
@@ -49,16 +49,16 @@ class Comms(dict[str, Comm]):
         if mpi_world is not None:
             check_world(mpi_world, os.environ)
         self.grid, self.recorder, self.mpi_world, self.ops = grid, recorder, mpi_world, ops
-        crowded = cores_of(mpi_world).crowded
-        options = (options or Options())._replace(patient=crowded)
-        if crowded:
-            finish_passes_first()
+        oversubscribed = cores_of(mpi_world).oversubscribed
+        options = (options or Options())._replace(yields_cpu=oversubscribed)
+        if oversubscribed:
+            use_batch_scheduling()
 
         def make(axis: str, ranks: tuple[int, ...], alone: bool = False) -> Comm:
             """Return this rank's Comm. alone: all groups on this axis have only one rank."""
             if alone:
                 return Comm(axis, ranks, 0, None, recorder)
-            stages = {grid.place_of(member, "pp") for member in ranks}
+            stages = {grid.group_rank_of(member, "pp") for member in ranks}
             own = options._replace(
                 uneven=len(stages) > 1,
                 reach=max(options.reach, axis in messages),
@@ -67,7 +67,7 @@ class Comms(dict[str, Comm]):
             transport, check = connect(ops, mpi_world, ranks, own), None
             if options.check and mpi_world is not None:
                 mpi_comm = split(mpi_world, ranks)
-                check = CallCheck(mpi_comm, ranks) if mpi_comm is not None else None
+                check = CollectiveCheck(mpi_comm, ranks) if mpi_comm is not None else None
             return Comm(axis, ranks, ranks.index(grid.world_rank), transport, recorder, check)
 
         self.alone = Comm("alone", (grid.world_rank,), 0, None, recorder)
@@ -84,7 +84,7 @@ class Comms(dict[str, Comm]):
         if mpi_world is not None and grid.size(ISLAND) > 1:
             self.mpi_inner = split(mpi_world, grid.group(*AXES))
         super().__init__(
-            self.groups | {name: self.groups[grid.same_as(name)] for name in grid.parts}
+            self.groups | {name: self.groups[grid.alias_of(name)] for name in grid.parts}
         )
 
     @property

@@ -12,17 +12,17 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-NAP_SECONDS = 1e-3
+SLEEP_SECONDS = 1e-3
 
 
 class Cores(NamedTuple):
     """The cores of all hosts together that ranks may use.
 
-    crowded: whether some host has more ranks than cores.
+    oversubscribed: whether some host has more ranks than cores.
     """
 
     cores: int
-    crowded: bool
+    oversubscribed: bool
 
 
 def cores_of(mpi_world: MPI.Comm | None) -> Cores:
@@ -44,7 +44,7 @@ def cores_of(mpi_world: MPI.Comm | None) -> Cores:
     return Cores(int(found[0]), bool(found[1]))
 
 
-def finish_passes_first() -> None:
+def use_batch_scheduling() -> None:
     """Ask Linux not to interrupt a rank that computes when another one wakes up to poll.
 
     This is for hosts with more ranks than cores, where an interrupted pass loses its caches.
@@ -63,5 +63,5 @@ def quiet_barrier(mpi_world: MPI.Comm) -> None:
     """
     request = mpi_world.Ibarrier()
     while not request.Test():
-        time.sleep(NAP_SECONDS)
+        time.sleep(SLEEP_SECONDS)
     mpi_world.Barrier()

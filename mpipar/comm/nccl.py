@@ -114,7 +114,7 @@ class NcclTransport(StagedTransport):
         return self.ops.empty(shape, dtype, label="buffers")
 
     def _queued(self) -> Request:
-        return self.host.patiently(Queued(self.group, self.stream))
+        return self.host.polled(Queued(self.group, self.stream))
 
     def _reduced(self, x: Array, op: str) -> Request:
         self.group.allReduce(
@@ -206,11 +206,11 @@ class NcclTransport(StagedTransport):
 
     def isend(self, x: Array, peer: int, tag: int) -> Request:
         lane = self.lanes.get((peer, True, tag % 2))
-        return self.host.patiently(lane.post(x)) if lane else super().isend(x, peer, tag)
+        return self.host.polled(lane.post(x)) if lane else super().isend(x, peer, tag)
 
     def irecv(self, x: Array, peer: int, tag: int) -> Request:
         lane = self.lanes.get((peer, False, tag % 2))
-        return self.host.patiently(lane.post(x)) if lane else super().irecv(x, peer, tag)
+        return self.host.polled(lane.post(x)) if lane else super().irecv(x, peer, tag)
 
     def close(self) -> None:
         for group in (*(lane.group for lane in self.lanes.values()), self.group):

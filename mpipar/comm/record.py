@@ -35,7 +35,7 @@ COMPUTE = (*PASSES, "opt", "data")  # kinds of spans in which a rank computes; n
 # The state of an array over a group before a collective, and after it. whole: every rank has all of
 # it, the same numbers. cut: each rank has its own piece. partial: the ranks' arrays add up to it.
 # one: one rank has it. A collective changes the state and never the array.
-TURNS = {
+STATE_CHANGES = {
     "all_reduce": ("partial", "whole"),
     "reduce_scatter": ("partial", "cut"),
     "reduce": ("partial", "one"),
@@ -205,9 +205,9 @@ def wire_bytes(operation: str, payload: int, group_size: int) -> int:
     return payload if operation in ("send", "all_to_allv") else 0
 
 
-def turns(operation: str) -> str:
+def state_change(operation: str) -> str:
     """Return how a collective changes an array's state, as in `partial -> whole`; else `moved`."""
-    return " -> ".join(TURNS.get(operation, ("moved",)))
+    return " -> ".join(STATE_CHANGES.get(operation, ("moved",)))
 
 
 def family(name: str) -> str:
@@ -223,7 +223,7 @@ class Families(dict[str, str]):
         return self[name]
 
 
-def place(path: str, line: int) -> str:
+def source_line(path: str, line: int) -> str:
     """Return file:line, with a short path for files of this package."""
     return f"{path.removeprefix(PACKAGE)}:{line}"
 
@@ -233,7 +233,7 @@ def line_of(code: CodeType | None, instruction: int) -> str:
     if code is None:
         return ""
     lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
-    return place(code.co_filename, next(lines, None) or code.co_firstlineno)
+    return source_line(code.co_filename, next(lines, None) or code.co_firstlineno)
 
 
 def site_of(frame: FrameType) -> tuple[int, FrameType]:

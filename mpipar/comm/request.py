@@ -6,7 +6,10 @@ import time
 from typing import NamedTuple, Protocol
 
 POLLS_BEFORE_SLEEP = 20  # no sleep for a message that has nearly arrived
-NAP_SECONDS, MOST_NAP_SECONDS = 50e-6, 200e-6  # the first sleep between two polls, and the longest
+SLEEP_SECONDS, MOST_SLEEP_SECONDS = (
+    50e-6,
+    200e-6,
+)  # the first sleep between two polls, and the longest
 
 
 class Options(NamedTuple):
@@ -14,7 +17,7 @@ class Options(NamedTuple):
 
     sync_sends: a send is done only when it is matched.
     check: compare every collective over its group first.
-    patient: a rank that waits for a message yields its core in between.
+    yields_cpu: a rank that waits for a message yields its core in between.
     uneven: the members hold different stages, so they reach a sum at different times.
     reach: how many places apart, around the group, members may be that exchange messages all the
     time. NCCL connects these; others may exchange messages too, but more slowly.
@@ -23,7 +26,7 @@ class Options(NamedTuple):
 
     sync_sends: bool = False
     check: bool = False
-    patient: bool = False
+    yields_cpu: bool = False
     uneven: bool = False
     reach: int = 0
     all_reduce: str = "mpi"
@@ -46,7 +49,7 @@ class Done:
         pass
 
 
-class PatientRequest:
+class PollingRequest:
     """A message that is polled with short sleeps, for hosts with more ranks than cores.
 
     MPI's own wait spins, and occupies the core that the awaited rank needs. Measured with 4 ranks
@@ -65,7 +68,7 @@ class PatientRequest:
         for _ in range(POLLS_BEFORE_SLEEP):
             if self.request.Test():
                 return
-        nap = NAP_SECONDS
+        nap = SLEEP_SECONDS
         while not self.request.Test():
             time.sleep(nap)
-            nap = min(2 * nap, MOST_NAP_SECONDS)
+            nap = min(2 * nap, MOST_SLEEP_SECONDS)

@@ -9,7 +9,7 @@ import platform
 from dataclasses import dataclass
 from importlib import import_module
 
-from mpipar.comm.facts import gather_facts
+from mpipar.comm.objects import gather_objects
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import switch
 from mpipar.errors import EXIT_OK, broken
@@ -36,7 +36,7 @@ def run(context: Context) -> int:
     session = context.session
     world = session.start()
     own = rank_facts(world.Get_rank(), session.host_rank) | tested(world, context.args.deep)
-    facts = gather_facts(world, own)
+    facts = gather_objects(world, own)
     if facts is not None:
         lines = [*job_lines(session, facts), "", *rank_table(facts), *remarks(facts)]
         if session.launcher.name is None:

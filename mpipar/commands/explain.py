@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from mpipar import models
 from mpipar.comm.grid import AXES, Grid
-from mpipar.comm.record import turns
+from mpipar.comm.record import state_change
 from mpipar.commands.command import OF_A_STEP, Command, Context
 from mpipar.config.layout import axes_text
 from mpipar.config.setting import setting, switch
@@ -150,7 +150,7 @@ def print_rank(config, schedule, prediction, every_call: bool) -> None:
     grid = Grid.of(config.grid, prediction.world_rank)
     split = models.layer_split(config, schedule)
     stages = [
-        describe_stage(one, split, ENTRY) for one in schedule.stages_by_rank[grid.place("pp")]
+        describe_stage(one, split, ENTRY) for one in schedule.stages_by_rank[grid.group_rank("pp")]
     ]
     print(
         f"rank {grid.world_rank} of {grid.world_size}: {grid.describe()};"
@@ -225,7 +225,7 @@ def in_order(prediction, config) -> str:
                 record.stage,
                 record.axis,
                 record.operation,
-                turns(record.operation),
+                state_change(record.operation),
                 record.name,
                 shown,
                 record.dtype,

@@ -141,12 +141,12 @@ def question_of(args: Arguments, job: Job) -> Question:
     longest, tokens = model.completed().longest_row, args.seq_len or model.seq_len
     near = [one for one in (batch // dp * dp, -(-batch // dp) * dp) if one]
     known = ", ".join(one for one in FORMATS if one in machine.peak_tflops)
-    uncut = [one for one in LAYOUT if fixed.get(one, 1) > 1 and one not in stack.axes]
+    remaining_group = [one for one in LAYOUT if fixed.get(one, 1) > 1 and one not in stack.axes]
     wrong = broken(
         (
-            uncut,
+            remaining_group,
             (
-                f"--layout {','.join(f'{one}={fixed[one]}' for one in uncut)}: --stack"
+                f"--layout {','.join(f'{one}={fixed[one]}' for one in remaining_group)}: --stack"
                 f" {args.stack} cuts a job along {', '.join(stack.axes)} only; leave it out"
             ),
         ),

@@ -87,7 +87,7 @@ class Team(NamedTuple):
 
 def carrier(transport: str, ops: Any, mpi: Any, algorithm: str, crowded: bool) -> Transport:
     """Return what carries a group's arrays. Comm: that of NCCL and of the algorithm."""
-    options = Options(reach=mpi.size, all_reduce=algorithm, patient=crowded)
+    options = Options(reach=mpi.size, all_reduce=algorithm, yields_cpu=crowded)
     if transport == "mpi-host":
         found: Transport = ALGORITHMS[algorithm](ops, mpi, options)
     elif transport == "mpi-cuda":

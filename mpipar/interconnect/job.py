@@ -9,8 +9,8 @@ import numpy as np
 
 from mpipar import __version__
 from mpipar import ops as ops_module
-from mpipar.comm.facts import gather_facts, gather_numbers
 from mpipar.comm.hosts import cores_of, quiet_barrier
+from mpipar.comm.objects import gather_numbers, gather_objects
 from mpipar.comm.record import Recorder
 from mpipar.errors import UsageError
 from mpipar.interconnect import hosts
@@ -90,9 +90,9 @@ class Bench:
         room = 0 if args.buffers == "reused" else min(room, QUICK_ROOM) if args.quick else room
         self.progress, self.recorder = Progress(), Recorder(phase="F")
         self.arena = Arena(self.ops, room, self.progress.advance)
-        self.places = gather_facts(self.world, hosts.place_fact(self.ops)) or []
+        self.places = gather_objects(self.world, hosts.place_fact(self.ops)) or []
         self.clocks = shared_clocks(self.world, clock_identity())
-        self.crowded = cores_of(self.world).crowded
+        self.crowded = cores_of(self.world).oversubscribed
         self.refused: list[str] = []
         self.left_out: list[str] = []
         self.stopped, self.end = False, float("inf")
@@ -222,7 +222,7 @@ class Bench:
 
     def rows(self, section: Section, team: Team, one: Operation, own: Samples) -> list[Row]:
         """Return a row for each group on world rank 0. Comm: two gathers over the team."""
-        wrong = gather_facts(team.team, own.wrong)
+        wrong = gather_objects(team.team, own.wrong)
         numbers = gather_numbers(team.team, np.array([own.entered, own.left], float))
         if wrong is None or numbers is None:
             return []

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.hosts import cores_of
+from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
@@ -176,9 +176,9 @@ def vetted(session: Any, args: Arguments) -> int:
     """Name slow hosts and links; return 1 if there are some. Comm: the messages of all pairs."""
     world = session.world
     sheet = session.agree(lambda: sheet_of(args.machine))[0]
-    crowded = cores_of(world).crowded
+    crowded = cores_of(world).oversubscribed
     session.agree(lambda: check_comparable(world.size, crowded, 2 if sheet else vet.LEAST_RANKS))
-    places = gather_facts(world, hosts.place_fact(make_ops("cpu", "float32"))) or []
+    places = gather_objects(world, hosts.place_fact(make_ops("cpu", "float32"))) or []
     steps: list[int] = []
     with session.watch.following(lambda: len(steps), lambda: state_of(where="vetting")):
         found = vet.measure(world, vet.ROUNDS, lambda: steps.append(1))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpipar.comm.facts import gather_numbers
+from mpipar.comm.objects import gather_numbers
 from mpipar.interconnect.hosts import LINKS, link_of, seconds_of
 from mpipar.run.console.tables import table
 

@@ -91,18 +91,20 @@ class Param:
         self.rule = "matrices" if axes else rule
         self.fill = fill
         self.decay = decay
-        replicas = grid.uncut("tp", self.placement)
-        data = tuple(context.comms[group].axis for group in grid.uncut("data", self.placement))
+        replicas = grid.remaining_group("tp", self.placement)
+        data = tuple(
+            context.comms[group].axis for group in grid.remaining_group("data", self.placement)
+        )
         partial = [group for group in partial_groups if grid.size(group) > 1]
         self.grad_groups: tuple[str, ...] = (*partial, *copies.groups, *data)
         self.copy_groups = (*copies.groups, *replicas)
-        self.owner = copies.owner and all(grid.place(group) == 0 for group in replicas)
+        self.owner = copies.owner and all(grid.group_rank(group) == 0 for group in replicas)
         local, self.shard = list(self.shape), 0
         for group, dimension in self.placement.items():
             local[dimension] = chunk_size(local[dimension], grid.size(group), multiple)
-            self.shard = self.shard * grid.size(group) + grid.place(group)
+            self.shard = self.shard * grid.size(group) + grid.group_rank(group)
         self.local_shape, self.size = tuple(local), math.prod(local)
-        self.box = self.box_at(grid, {group: grid.place(group) for group in self.placement})
+        self.box = self.box_at(grid, {group: grid.group_rank(group) for group in self.placement})
         self.unit = 0
         self._bound: dict[str, tuple[Array, int]] = {}
 
@@ -150,7 +152,7 @@ class Param:
 
         The last group varies fastest.
         """
-        return grid.places(tuple(self.placement))
+        return grid.group_ranks(tuple(self.placement))
 
     def initial_run(self, seed: int, spread: float, first: int, count: int, dtype: Dtype) -> Array:
         """Return `count` initial values, flat, from place `first` of the shard; padding is zero."""

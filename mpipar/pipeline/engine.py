@@ -84,7 +84,7 @@ class Gradients(Protocol):
 
 
 class Weights(Protocol):
-    """What gathers weights before a pass reads them, such as `train.zero.GatheredUnits`."""
+    """What gathers weights before a pass reads them, such as `train.zero.FullyShardedUnits`."""
 
     def enter(self, passing: Instr, unit: int) -> None: ...
     def leave(self, passing: Instr, unit: int) -> None: ...

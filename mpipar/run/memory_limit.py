@@ -15,7 +15,7 @@ from math import prod
 
 from threadpoolctl import threadpool_limits
 
-from mpipar.comm.record import place
+from mpipar.comm.record import source_line
 from mpipar.errors import OutOfMemory
 from mpipar.run.console.tables import nbytes
 from mpipar.run.process.failure import NO_THREAD
@@ -95,7 +95,7 @@ def wanted(error: Exception) -> str:
     """
     label = layer = site = ""
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        where, local = place(frame.f_code.co_filename, line), frame.f_locals
+        where, local = source_line(frame.f_code.co_filename, line), frame.f_locals
         if not where.startswith("mpipar/"):
             continue
         label = label or local.get("label", "")

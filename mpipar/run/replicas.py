@@ -1,7 +1,7 @@
 """Replica drift: checks that all copies of a tensor still have the same bits (--check-replicas).
 
 Data-parallel ranks hold copies of every tensor that is not sharded over them (`--zero`), and
-tensor-parallel ranks of every uncut one. A tied table has copies
+tensor-parallel ranks of every remaining_group one. A tied table has copies
 on two pipeline ranks. All copies start equal and get equal updates, so they stay equal
 bit by bit. If one differs, a memory, a link or a library is at fault, and the copies would drift
 further apart without any error.
@@ -16,8 +16,8 @@ from time import perf_counter
 
 import numpy as np
 
-from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import ISLAND
+from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.errors import DriftError, EnvironmentProblem, UserError
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
@@ -143,7 +143,7 @@ class Replicas:
         worker, found = self.worker, []
         sums = self._sums(drifted)
         facts = (
-            gather_facts(
+            gather_objects(
                 worker.mpi_world,
                 [[mine[piece], *sums[piece]] if piece in mine else None for piece in drifted],
             )

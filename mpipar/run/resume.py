@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from mpipar.comm.facts import all_gather_facts, broadcast_text
 from mpipar.comm.grid import AXES, LAYOUT
+from mpipar.comm.objects import all_gather_objects, broadcast_text
 from mpipar.config.layout import sizes_text
 from mpipar.config.layout import typed as typed_layout
 from mpipar.config.model import CUTS, ModelConfig
@@ -366,7 +366,7 @@ def load_newest(session, worker, start: Start, log) -> int:
             digest = digest_of_weights(text)
         except DataError as error:
             problems = error.problems
-        everybody = all_gather_facts(session.world, [problems, digest])
+        everybody = all_gather_objects(session.world, [problems, digest])
         found = next((problems for problems, _ in everybody if problems), [])
         others = [place for place, (_, one) in enumerate(everybody) if one != everybody[0][1]]
         if others and not found:

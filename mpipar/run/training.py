@@ -9,8 +9,8 @@ from functools import partial
 from statistics import median
 from time import perf_counter
 
-from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
+from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import Recorder
 from mpipar.config.reading import to_toml
 from mpipar.config.run import trace_steps, traced_steps
@@ -138,7 +138,7 @@ class Run:
         self.schedule = schedule = configured_schedule(config.grid)
         # One proof covers all ranks: a schedule that could deadlock never starts.
         session.agree(lambda: check(schedule) if grid.world_rank == 0 else None)
-        ranks_of_hosts = gather_facts(self.world, session.host_ranks) or [(0,)]
+        ranks_of_hosts = gather_objects(self.world, session.host_ranks) or [(0,)]
         self.hosts = len({min(ranks) for ranks in ranks_of_hosts})  # how many, on world rank 0
         headline = console.headline(config, self.world.size, self.hosts, schedule.num_stages)
         log(headline)
@@ -148,7 +148,7 @@ class Run:
         # The ring has room for two whole steps, so that it still holds what led to a failure.
         self.recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
         self.fact = console.holding(config, schedule, predicted, host_name(os.environ))
-        facts = gather_facts(self.world, self.fact | {"cores": len(os.sched_getaffinity(0))})
+        facts = gather_objects(self.world, self.fact | {"cores": len(os.sched_getaffinity(0))})
         if facts:
             self.told = {"ranks": facts, "headline": headline}
             log(console.holdings(facts))

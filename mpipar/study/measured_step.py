@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpipar.comm.facts import gather_facts
+from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import POINT_TO_POINT
 from mpipar.run.console import tables as console
 from mpipar.run.console.memory import process_peak
@@ -32,11 +32,11 @@ def show(training: Run) -> str:
         "measured": memory.peak,
         "objects": memory.objects,
         "process": process_peak(),
-        "pp_rank": worker.grid.place("pp"),
+        "pp_rank": worker.grid.group_rank("pp"),
         "spans": recorded_facts(worker.recorder),
         "shares": share_facts(worker.recorder),
     }
-    facts = gather_facts(training.world, fact)
+    facts = gather_objects(training.world, fact)
     if facts:
         sums = f"gradient {'reduce-scatter' if worker.config.memory.zero else 'all-reduce'}"
         overlaps = [

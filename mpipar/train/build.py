@@ -27,7 +27,7 @@ from mpipar.pipeline.instructions import Instr, Schedule, lower, with_weights_ke
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.train.gradsync import GradSync
 from mpipar.train.optimizer import rules_of
-from mpipar.train.zero import UNITS, PieceSync, ScatterSync, ShardedFlatParams
+from mpipar.train.zero import UNITS, ReduceScatterGradSync, ShardedFlatParams, ShardedGradSync
 
 if TYPE_CHECKING:
     from mpipar.comm.groups import World
@@ -84,8 +84,8 @@ def groups_of(
     partitions = {"tie": grid.partition("pp", [tuple(sorted(ends))])}
     if config.train.optimizer == "muon":  # all ranks that hold the same stages
         partitions["muon"] = [
-            replace(grid, world_rank=grid.at(**place)).group("data", "tp")
-            for place in grid.places([ISLAND, "pp"])
+            replace(grid, world_rank=grid.rank_at(**place)).group("data", "tp")
+            for place in grid.group_ranks([ISLAND, "pp"])
         ]
     run = config.run
     sync = os.environ.get("MPIPAR_SYNC_SENDS") == "1"
@@ -102,7 +102,7 @@ def stages_of(
 
     Each tensor has one owner: the rank of its first stage.
     """
-    memory, pp_rank = config.memory, comms.grid.place("pp")
+    memory, pp_rank = config.memory, comms.grid.group_rank("pp")
     bucket = config.train.bucket_bytes // ops.accum_dtype.itemsize
     sharded = partial(ShardedFlatParams, level=memory.zero, bucket=bucket)
     make_flat = sharded if memory.zero else FlatParams
@@ -118,11 +118,11 @@ def stages_of(
     }
 
 
-def gradient_sums(memory: MemoryConfig) -> type[GradSync[FlatParams]] | type[ScatterSync]:
+def gradient_sums(memory: MemoryConfig) -> type[GradSync[FlatParams]] | type[ReduceScatterGradSync]:
     """Return the class that sums gradients, as --zero says."""
     if memory.zero == 3:
-        return PieceSync
-    return ScatterSync if memory.zero else GradSync
+        return ShardedGradSync
+    return ReduceScatterGradSync if memory.zero else GradSync
 
 
 def gathered_weights(memory: MemoryConfig, ops: Ops, stages: dict[int, Stage]) -> Weights:

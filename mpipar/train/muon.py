@@ -60,7 +60,7 @@ class Unit:
         self.size = math.prod(self.local_shape)
         self.run = slice(number * self.size, (number + 1) * self.size)  # of a shard's numbers
         cuts = [group for group in param.placement if group not in at]
-        self.shards = [{**at, **places} for places in grid.places(cuts)]  # their places
+        self.shards = [{**at, **places} for places in grid.group_ranks(cuts)]  # their places
         self.sharding = flat.groups[-1:] if flat.level else ()  # the group that shards a shard
         self.groups = (*param.placement, *self.sharding)
         axes = zip(param.axes[lead:], self.shape, strict=True)
@@ -77,7 +77,7 @@ class Unit:
         """The rows of a Gram matrix that a sum over the parts gives, and the side that is cut."""
         lead = len(self.param.axes) - len(self.shape)
         cut = [self.param.axes[axis] for axis in self.param.placement.values() if axis >= lead]
-        sides = self.low, self.high  # uncut, or by ZeRO alone
+        sides = self.low, self.high  # remaining_group, or by ZeRO alone
         if cut:
             sides = self.sizes["i" if cut[0] == "o" else "o"], self.sizes[cut[0]]
         return sides
@@ -156,7 +156,7 @@ class Muon(Sgd):
             for param in flat.params:
                 lead = counting(param)
                 spread = [group for group, axis in param.placement.items() if axis < lead]
-                for at in self.grid.places(spread):
+                for at in self.grid.group_ranks(spread):
                     for number in range(math.prod(param.local_shape[:lead])):
                         yield Unit(self.grid, flat, param, number, at)
 
@@ -171,7 +171,7 @@ class Muon(Sgd):
 
     def places(self, groups: Iterable[str], place: int) -> dict[str, int]:
         """Return where a rank of the group is in other groups."""
-        return {group: self.grid.place_of(self.comm.ranks[place], group) for group in groups}
+        return {group: self.grid.group_rank_of(self.comm.ranks[place], group) for group in groups}
 
     def holders(self, unit: Unit) -> list[int]:
         """Return the places in the group of the ranks that hold a part of a unit."""
@@ -181,7 +181,7 @@ class Muon(Sgd):
     def source(self, k: int, places: Places) -> int:
         """Return which of the ranks at some places sends a part home: of copies the nearest."""
         home = replace(self.grid, world_rank=self.comm.ranks[self.homes[k]])
-        return self.comm.ranks.index(home.at(**places))
+        return self.comm.ranks.index(home.rank_at(**places))
 
     def is_source(self, k: int) -> bool:
         """Return whether this rank, which holds a part of a unit, is the one that sends it."""
@@ -202,7 +202,7 @@ class Muon(Sgd):
         for k in self.own:
             unit = self.units[k]
             for shard in unit.shards:
-                for piece in self.grid.places(unit.sharding):
+                for piece in self.grid.group_ranks(unit.sharding):
                     yield from unit.routes(self.source(k, shard | piece), k, shard | piece)
 
     def all_holders(self) -> Iterator[Route]:

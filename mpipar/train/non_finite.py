@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
+from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.layers.flat import FlatParams
 from mpipar.models.decoder import Stage
 from mpipar.ops.functions import Ops
@@ -90,6 +90,6 @@ def report(worker: Inspected, title: str, pieces_of: PiecesOf, losses: Losses) -
     Comm: a gather of facts and a broadcast of text over them, without records.
     """
     comms = worker.comms
-    facts = gather_facts(comms.mpi_inner, bad_numbers(worker, pieces_of, losses)) or ()
+    facts = gather_objects(comms.mpi_inner, bad_numbers(worker, pieces_of, losses)) or ()
     lines = describe(title, dict(zip(comms["inner"].ranks, facts, strict=False)))
     return broadcast_text(comms.mpi_inner, "\n".join(lines)).splitlines()

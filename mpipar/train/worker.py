@@ -203,7 +203,7 @@ class Worker:
         self.config, self.ops, self.recorder, self.mpi_world = config, ops, recorder, mpi_world
         self.grid = build.with_shared_heads(grid, config.model)
         self.schedule = build.configured_schedule(config.grid)
-        self.program = build.lowered(config, self.schedule, grid.place("pp"))
+        self.program = build.lowered(config, self.schedule, grid.group_rank("pp"))
         self.comms = build.groups_of(config, self.grid, self.schedule, ops, recorder, mpi_world)
         self.stage_layers = models.layer_split(config, self.schedule)
         self.stages = build.stages_of(config, self.schedule, self.stage_layers, ops, self.comms)
@@ -224,7 +224,7 @@ class Worker:
         self.outer: Outer | None = None
         self.island: int | None = None
         if config.grid.islands is not None:
-            self.island = grid.place(ISLAND)
+            self.island = grid.group_rank(ISLAND)
             self.outer = Outer(ops, self.flats, self.comms, config.train)
         self.loss_scale = LossScale(config.run)
         assert config.train.batch_size, "the Config is not resolved"
@@ -290,7 +290,7 @@ class Worker:
         Comm: the sends and receives of the forward passes, and the layers' forward barriers.
         """
         passes = forward_only(self.schedule, mbs)
-        program = build.lowered(self.config, passes, self.grid.place("pp"))
+        program = build.lowered(self.config, passes, self.grid.group_rank("pp"))
         with self.recorder.at("eval"):
             return self.engine.run(program, get_batch, training=False, caches=caches)
 

@@ -2,8 +2,9 @@
 
 Level 1 shards master weights and moments: each rank sums and updates its own pieces, and gathers
 the updated weights. Level 3 shards weights and gradients too, and each unit's weights are gathered
-just before a pass needs them. Three parts: `ShardedFlatParams` holds pieces, `ScatterSync` and
-`PieceSync` sum gradients into them, `GatheredUnits` and `KeptUnits` gather weights.
+just before a pass needs them. Three parts: `ShardedFlatParams` holds pieces,
+`ReduceScatterGradSync` and `ShardedGradSync` sum gradients into them, `FullyShardedUnits` and
+`ReshardAfterStep` gather weights.
 
 A flat buffer is divided into *segments*, and each segment into equal pieces, one for each rank of
 the group. A rank owns its piece of every segment: it updates these numbers, and no other does.
@@ -186,7 +187,7 @@ Needs = list[tuple[ShardedFlatParams, int]]  # the segments that a unit's layers
 Posted = list[tuple[Pending, ShardedFlatParams, int, Array]]
 
 
-class ScatterSync(GradSync[ShardedFlatParams]):
+class ReduceScatterGradSync(GradSync[ShardedFlatParams]):
     """Each rank keeps whole gradients during a step, and the sums of its own pieces at its end.
 
     All ranks of a further group own the same pieces of what they sum.
@@ -219,7 +220,7 @@ class ScatterSync(GradSync[ShardedFlatParams]):
         ]
 
 
-class PieceSync(ScatterSync):
+class ShardedGradSync(ReduceScatterGradSync):
     """A rank keeps only its own pieces of the gradients.
 
     Each pass computes the gradients of a unit in one scratch buffer. They are summed over the data
@@ -274,7 +275,7 @@ class PieceSync(ScatterSync):
             pending.test()
 
 
-class GatheredUnits:
+class FullyShardedUnits:
     """Gathers each unit for each pass, into one of two buffers. It is the `Weights` of an engine.
 
     A rank that holds several stages runs one pass at a time, so all its stages share the buffers.
@@ -342,7 +343,7 @@ class GatheredUnits:
             flat.unbind("data", flat.segments[number].run)
 
 
-class KeptUnits(GatheredUnits):
+class ReshardAfterStep(FullyShardedUnits):
     """Gathers all units of a stage once, before its first pass, and keeps them until its last.
 
     Comm: per stage and step, one all_gather for each segment that each unit reads.
@@ -372,7 +373,7 @@ class KeptUnits(GatheredUnits):
             del self.coming[stage, unit]
 
 
-UNITS = {"yes": GatheredUnits, "no": KeptUnits}  # by --reshard-after-forward
+UNITS = {"yes": FullyShardedUnits, "no": ReshardAfterStep}  # by --reshard-after-forward
 
 
 def unit_segments(stages: Stages) -> dict[int, list[Needs]]:

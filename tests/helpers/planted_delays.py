@@ -105,8 +105,8 @@ class Simulator:
                     "planted",
                     rank,
                     f"host{rank}",
-                    {axis: grid.place(axis) for axis in AXES},
-                    self.schedule.stages_by_rank[grid.place("pp")],
+                    {axis: grid.group_rank(axis) for axis in AXES},
+                    self.schedule.stages_by_rank[grid.group_rank("pp")],
                     groups,
                     (),
                 )
@@ -217,7 +217,7 @@ class Simulator:
                 extra = self._planted("data", rank) if len(read) == 1 else 0.0
                 self._span("data", rank, self._work(rank, DATA_MS, extra), instr.stage, instr.mb)
 
-        for instr in lower(schedule, grid.place("pp")):
+        for instr in lower(schedule, grid.group_rank("pp")):
             taken, given = neighbours(schedule, instr)
             if instr.kind.startswith("RECV"):
                 reading(instr)
@@ -238,8 +238,8 @@ class Simulator:
             "message",
             self.step[rank],
             message[:3],
-            self.grids[rank].at(pp=source),
-            self.grids[rank].at(pp=target),
+            self.grids[rank].rank_at(pp=source),
+            self.grids[rank].rank_at(pp=target),
         )
 
     def _send(self, rank, message):
@@ -258,7 +258,7 @@ class Simulator:
         )
 
     def _receive(self, rank, message, posted):
-        source, waited = self.grids[rank].at(pp=message.source), self.clock[rank]
+        source, waited = self.grids[rank].rank_at(pp=message.source), self.clock[rank]
         key = self._key(rank, message, message.source, message.target)
         sent = self.arrivals[key]
         while source not in sent:

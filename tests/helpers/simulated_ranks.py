@@ -14,7 +14,7 @@ LIMIT = 60.0  # seconds that a thread waits for the others
 
 
 class World:
-    """What `comm.facts` needs of an mpi4py communicator, for one of several threads."""
+    """What `comm.objects` needs of an mpi4py communicator, for one of several threads."""
 
     def __init__(self, rank, size, shared):
         self.rank, self.size, self.shared = rank, size, shared

@@ -18,7 +18,7 @@ FLOORS = """cache errors run.files ops comm run.process config layers run.data m
 HOUSES = ("run", "study")  # their folders are floors of their own
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {
-    "comm.checked",
+    "comm.collective_check",
     "comm.connect",
     "comm.device",
     "comm.groups",
@@ -30,12 +30,12 @@ WIRE = {
     "comm.algorithms.mpi_library",
     "comm.algorithms.steps",
     "comm.algorithms.ring",
-    "comm.algorithms.halves",
+    "comm.algorithms.rabenseifner",
     "comm.algorithms.shared",
     "comm.algorithms.window",
 }
 # What these send stays out of the records.
-REPORTS = {"run.trace.clock", "comm.facts", "comm.hosts", "run.process.self_test"}
+REPORTS = {"run.trace.clock", "comm.objects", "comm.hosts", "run.process.self_test"}
 # The benchmark makes the same calls beside those of comm.
 BARE = {f"interconnect.{name}" for name in "cases compiled groups job measure vet".split()}
 IMPORT_MPI = WIRE | REPORTS | BARE | {"run.process.mpi", "comm.launcher", "commands.doctor"}
@@ -225,7 +225,7 @@ def name_problems(module, source):
     Only grid.py, launchers and views of a run have bare names: the last two know one kind of rank.
     So has a command's flag --rank.
     """
-    known = ("comm.grid", "comm.facts", "run.trace.clock", "comm.launcher")
+    known = ("comm.grid", "comm.objects", "run.trace.clock", "comm.launcher")
     if module in known or folder(module) in (
         "run.console",
         "run.process",

@@ -147,8 +147,8 @@ def test_installed_console_script_is_guarded(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys\n"
         "if os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n"
-        "    import mpipar.comm.facts as gather\n"
-        "    gather.gather_facts = lambda *facts: 1 / 0\n"
+        "    import mpipar.comm.objects as gather\n"
+        "    gather.gather_objects = lambda *facts: 1 / 0\n"
     )
     env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     block_of(run_ranks(3, [*command, "doctor"], LIMIT, env), 70, "ZeroDivisionError")

@@ -238,13 +238,16 @@ def place_of(grid: Grid) -> tuple[float, float]:
     """Return the corner of a rank: pp down, tp and cp across, dp into the depth if there are
     several.
     """
-    inner, depth = grid.place("cp") * grid.size("tp") + grid.place("tp"), grid.place("dp")
+    inner, depth = (
+        grid.group_rank("cp") * grid.size("tp") + grid.group_rank("tp"),
+        grid.group_rank("dp"),
+    )
     layers = grid.size("dp") - 1
     if grid.size("tp") * grid.size("cp") == 1:
-        inner, depth, layers = grid.place("dp"), 0, 0
+        inner, depth, layers = grid.group_rank("dp"), 0, 0
     return (
         4 + (166 + 104 * layers) * inner + 104 * depth,
-        76 + (106 + 62 * layers) * grid.place("pp") + 62 * depth,
+        76 + (106 + 62 * layers) * grid.group_rank("pp") + 62 * depth,
     )
 
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mpipar.comm.algorithms.doubling import DoublingTransport
-from mpipar.comm.algorithms.halves import HalvesTransport
 from mpipar.comm.algorithms.hierarchical import (
     HierarchicalTransport,
     is_hierarchical,
     ranks_on_hosts,
 )
 from mpipar.comm.algorithms.mpi_library import MpiTransport
+from mpipar.comm.algorithms.rabenseifner import RabenseifnerTransport
+from mpipar.comm.algorithms.recursive_doubling import RecursiveDoublingTransport
 from mpipar.comm.algorithms.ring import RingTransport
 from mpipar.comm.algorithms.window import WindowTransport
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 ALGORITHMS: dict[str, type[MpiTransport]] = {
     "mpi": MpiTransport,
     "ring": RingTransport,
-    "doubling": DoublingTransport,
-    "halves": HalvesTransport,
+    "doubling": RecursiveDoublingTransport,
+    "halves": RabenseifnerTransport,
     "levels": HierarchicalTransport,
     "window": WindowTransport,
 }

@@ -14,8 +14,8 @@ import numpy as np
 
 from mpipar.comm.algorithms.mpi_library import MpiTransport, New
 from mpipar.comm.algorithms.steps import Steps, StepwiseTransport
-from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.grid import chunk_size
+from mpipar.comm.objects import all_gather_objects
 from mpipar.comm.request import Options
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
@@ -85,7 +85,7 @@ def ranks_on_hosts(mpi_comm: MPI.Comm) -> list[int]:
     host = host_of(mpi_comm)
     count = host.size
     host.Free()
-    return all_gather_facts(mpi_comm, count)
+    return all_gather_objects(mpi_comm, count)
 
 
 def is_hierarchical(counts: list[int]) -> bool:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm.request import PatientRequest, Request
+from mpipar.comm.request import PollingRequest, Request
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.signature import Array, Shape
 
@@ -117,9 +117,9 @@ class Meeting:
 class Marks:
     """A row of marks for each rank; `meet` is the only way to use them."""
 
-    def __init__(self, mpi_comm: MPI.Comm, rows: int, patient: bool):
+    def __init__(self, mpi_comm: MPI.Comm, rows: int, yields_cpu: bool):
         self.memory = SharedMemory(mpi_comm, rows * LINE)
-        own, self.patient = mpi_comm.rank, patient
+        own, self.yields_cpu = mpi_comm.rank, yields_cpu
         rows_of: list[Any] = [one[: rows * LINE].view(np.int64) for one in self.memory.of]
         views = [memoryview(one) for one in rows_of]
         step = LINE // 8
@@ -135,7 +135,7 @@ class Marks:
         self.fence()
         self.own[row][0] = mark
         meeting = Meeting(self.others[row], mark, self.fence, self.ask)
-        return PatientRequest(meeting) if self.patient else meeting
+        return PollingRequest(meeting) if self.yields_cpu else meeting
 
 
 def address(x: Array) -> int:

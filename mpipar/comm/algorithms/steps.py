@@ -18,7 +18,7 @@ import numpy as np
 
 from mpipar.comm.algorithms.mpi_library import MpiTransport, New
 from mpipar.comm.grid import chunk_slice
-from mpipar.comm.request import Options, PatientRequest, Request
+from mpipar.comm.request import Options, PollingRequest, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 
@@ -138,9 +138,9 @@ class StepwiseTransport(MpiTransport):
         return post(x, to, tag)
 
     def messages(self, requests: list[MPI.Request]) -> Request:
-        """Return these as one request; a patient rank sleeps between two polls."""
+        """Return these as one request; a rank that yields its core sleeps between two polls."""
         messages = Messages(requests)
-        return PatientRequest(messages) if self.options.patient else messages
+        return PollingRequest(messages) if self.options.yields_cpu else messages
 
     def pieces(self, x: Array) -> list[Array]:
         """Return x (n,) as one piece per rank; the last ones may be shorter or empty."""

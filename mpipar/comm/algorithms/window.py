@@ -47,7 +47,7 @@ class WindowTransport(MpiTransport):
     def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: New | None = None):
         super().__init__(ops, mpi_comm, options, new)
         self.size, self.index = mpi_comm.size, mpi_comm.rank
-        self.marks = Marks(mpi_comm, POSTED + 1, options.patient)
+        self.marks = Marks(mpi_comm, POSTED + 1, options.yields_cpu)
         self.rooms = SharedMemory(mpi_comm, ROOMS * TILE)
         self.turn = self.passed = self.number = 0  # rooms, meetings, and posted operations so far
         self.under_way: dict[int, Posted] = {}  # by the row of their marks

@@ -108,7 +108,7 @@ def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
             flat.publish()
     if worker.outer is not None:
         worker.outer.begun = True
-    worker.loss_scale.restore(manifest.scales[worker.grid.place(ISLAND)])
+    worker.loss_scale.restore(manifest.scales[worker.grid.group_rank(ISLAND)])
 
 
 def _fill(ops, pieces: Pieces, kind: str, parts) -> None:

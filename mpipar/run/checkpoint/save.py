@@ -23,8 +23,8 @@ from pathlib import Path
 from time import perf_counter, perf_counter_ns
 from typing import NamedTuple
 
-from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import ISLAND
+from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.errors import OutputError
 from mpipar.run.checkpoint import boxes
 from mpipar.run.checkpoint.disk import BLOCK_BYTES, safetensors_head, sync_folder, write_new
@@ -171,7 +171,7 @@ class Saver:
         self.comm, self.mpi_world = worker.comms.world, worker.comms.mpi_world
         self.own = own_pieces(worker)
         self.file = pieces_file(worker.grid.world_rank)
-        gathered = gather_facts(self.mpi_world, [one.piece for one in self.own])
+        gathered = gather_objects(self.mpi_world, [one.piece for one in self.own])
         self.pieces = tuple(
             Piece(*names, tuple((first, stop) for first, stop in box))
             for pieces in gathered or []
@@ -264,7 +264,7 @@ class Saver:
         flight, self.flight = self.flight, None
         self.write_seconds = written.get("seconds", 0.0)
         self.comm.barrier("save.written")
-        facts = gather_facts(self.mpi_world, written | {"loss_scale": flight.loss_scale})
+        facts = gather_objects(self.mpi_world, written | {"loss_scale": flight.loss_scale})
         problem = self._commit_files(flight, facts) if facts else ""
         self.comm.barrier("save.committed")
         problem = broadcast_text(self.mpi_world, problem)

@@ -77,7 +77,7 @@ def stream(worker, kind: str):
                 part = boxes.overlap(shard, box)
                 if part is None:
                     continue
-                owner = grid.at(**{ISLAND: 0, "pp": pp_rank, "data": 0, "tp": 0, **places})
+                owner = grid.rank_at(**{ISLAND: 0, "pp": pp_rank, "data": 0, "tp": 0, **places})
                 piece = None
                 if grid.world_rank == owner:
                     piece = own[boxes.within(part, shard)]

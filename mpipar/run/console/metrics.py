@@ -8,7 +8,7 @@ import json
 
 import numpy as np
 
-from mpipar.comm.facts import gather_numbers
+from mpipar.comm.objects import gather_numbers
 from mpipar.comm.record import Sums
 
 

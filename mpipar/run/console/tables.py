@@ -125,14 +125,14 @@ def holding(config, schedule, prediction, host: str | None = None) -> dict:
     """Return what the rank of a `Prediction` holds, as plain values. host: if it is known."""
     grid = Grid.of(config.grid, prediction.world_rank)
     split = models.layer_split(config, schedule)
-    share = f"{grid.place('tp') + 1}/{grid.size('tp')} of {CUT}"
+    share = f"{grid.group_rank('tp') + 1}/{grid.size('tp')} of {CUT}"
     return {
         "rank": grid.world_rank,
         "host": host,
         "place": grid.describe(),
         "stages": [
             describe_stage(stage, split, ENTRY)
-            for stage in schedule.stages_by_rank[grid.place("pp")]
+            for stage in schedule.stages_by_rank[grid.group_rank("pp")]
         ],
         "share": share if grid.size("tp") > 1 else "all",
         "params": prediction.num_params,

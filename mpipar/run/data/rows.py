@@ -110,7 +110,7 @@ def routed_rows(config, grid) -> np.ndarray | None:
         return None
     ranks, counts = grid.group("expert"), []
     for world_rank in ranks:
-        places = token_places(model.seq_len, config.grid, grid.place_of(world_rank, "cp"))
+        places = token_places(model.seq_len, config.grid, grid.group_rank_of(world_rank, "cp"))
         total = rows_per_microbatch(config) * len(places) * model.experts_per_token
         counts.append(np.diff(total * np.arange(model.experts + 1) // model.experts))
     return np.array(counts)
@@ -141,10 +141,10 @@ class Rows:
         self.ops, self.part = ops, part
         self.seed, self.distance = config.run.seed, config.model.targets_per_row
         self.dp_size = grid.size(ISLAND) * grid.size("dp")
-        self.dp_rank = grid.place(ISLAND) * grid.size("dp") + grid.place("dp")
+        self.dp_rank = grid.group_rank(ISLAND) * grid.size("dp") + grid.group_rank("dp")
         self.num_rows = rows_per_microbatch(config)
         self.num_microbatches = config.grid.num_microbatches
-        self.places = token_places(self.distance, config.grid, grid.place("cp"))
+        self.places = token_places(self.distance, config.grid, grid.group_rank("cp"))
         self.positions = positions_of(ops, self.distance, self.places)
         # Rows may begin at places 0 .. num_starts - 1; those of a sweep are `distance` apart.
         self.num_starts = len(part) - self.distance

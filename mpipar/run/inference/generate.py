@@ -98,7 +98,7 @@ class Group:
 
 def deal(worker, texts, sampling) -> dict[int, Group]:
     """Return {microbatch: Group}: equally many rows for all replicas, padded with the last text."""
-    dp, replica = worker.grid.size("dp"), worker.grid.place("dp")
+    dp, replica = worker.grid.size("dp"), worker.grid.group_rank("dp")
     per_replica = -(-len(texts) // dp)
     num_rows = -(-per_replica // min(per_replica, worker.schedule.num_microbatches))
     own = range(replica * num_rows, (replica + 1) * num_rows)

@@ -17,8 +17,8 @@ from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 
 from mpipar.cache import cache_folder
-from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_library, short_name
+from mpipar.comm.objects import all_gather_objects
 from mpipar.errors import EnvironmentProblem
 from mpipar.run.process import consistency
 from mpipar.run.process.one_rank import OneRank
@@ -179,8 +179,8 @@ def host_ranks(communicator):
     from mpi4py import MPI
 
     host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = all_gather_facts(host, communicator.Get_rank())
-    firsts = all_gather_facts(communicator, min(ranks))
+    ranks = all_gather_objects(host, communicator.Get_rank())
+    firsts = all_gather_objects(communicator, min(ranks))
     host.Free()
     return tuple(ranks), sorted({*firsts}).index(min(ranks))
 

@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mpipar import errors
-from mpipar.comm.facts import all_gather_facts
 from mpipar.comm.launcher import MPICH, Launcher, Mismatch, read_launcher
+from mpipar.comm.objects import all_gather_objects
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 from mpipar.run.files import no_links
 from mpipar.run.files.text import cut
@@ -146,8 +146,8 @@ class Session(Interruptible):
         Comm: one small all-gather, and one of all facts if they differ; an agreement.
         """
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        if len({*all_gather_facts(self._private, digest)}) > 1:
-            everybody = all_gather_facts(self._private, facts)
+        if len({*all_gather_objects(self._private, digest)}) > 1:
+            everybody = all_gather_objects(self._private, facts)
             self.agree(lambda: consistency.check(everybody, "the ranks of this job differ"))
 
     def agree(self, function: Callable):

@@ -23,7 +23,7 @@ from time import perf_counter_ns
 from traceback import walk_stack
 from types import FrameType
 
-from mpipar.comm.record import POINT_TO_POINT, place
+from mpipar.comm.record import POINT_TO_POINT, source_line
 from mpipar.errors import HangError
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import read_text
@@ -199,7 +199,7 @@ def state_of(recorder=None, comms=None, where: str = "") -> dict:
     have in common; peer: the rank of the other end of a message.
     """
     stack = [
-        f"{place(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
+        f"{source_line(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
         for frame, line in islice(main_stack(), MOST_FRAMES)
     ]
     at, record = where or "start", None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpipar.comm.facts import all_gather_facts
+from mpipar.comm.objects import all_gather_objects
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -56,7 +56,7 @@ def shared_clocks(mpi_world: MPI.Intracomm, identity: str) -> list[int]:
 
     Comm: one gather of facts over the world, outside the records.
     """
-    identities = all_gather_facts(mpi_world, identity)
+    identities = all_gather_objects(mpi_world, identity)
     return [identities.index(one) for one in identities]
 
 

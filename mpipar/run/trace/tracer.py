@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from time import perf_counter_ns
 
-from mpipar.comm.facts import broadcast_text, gather_facts
 from mpipar.comm.grid import EVERY, ISLAND
+from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.models.decoder import ENTRY
 from mpipar.run.process.streams import warn
 from mpipar.run.trace import trace_file
@@ -97,7 +97,7 @@ class Tracer:
         if not self.steps or self.written or self.lost:
             return self.written
         after = measure_clocks(self.world, self.owners)
-        problems = gather_facts(self.world, self._write(complete=True, after=after))
+        problems = gather_objects(self.world, self._write(complete=True, after=after))
         first = next(((at, text) for at, text in enumerate(problems or ()) if text), None)
         self.lost = bool(broadcast_text(self.world, "lost" if first else ""))
         self.written = not self.lost
@@ -142,7 +142,7 @@ class Tracer:
             "world_rank": worker.grid.world_rank,
             "host": os.uname().nodename,
             "pid": os.getpid(),
-            "place": {axis: worker.grid.place(axis) for axis in EVERY},
+            "place": {axis: worker.grid.group_rank(axis) for axis in EVERY},
             "stages": sorted(worker.stages),
             "groups": groups,
             "steps": self.steps,

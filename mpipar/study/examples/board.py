@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 
-from mpipar.comm.record import place, wire_bytes
+from mpipar.comm.record import source_line, wire_bytes
 from mpipar.run.console.tables import table
 
 GAP = "    "  # between the arrays of two ranks
@@ -52,7 +52,7 @@ class ShownComm:
         self.board.note(f"before the {name} barrier", x)
         self.board.say(
             f"--- barrier: {operation} {name}, {payload} bytes; each rank sends {sent}"
-            f" ({place(frame.f_code.co_filename, frame.f_lineno)})"
+            f" ({source_line(frame.f_code.co_filename, frame.f_lineno)})"
         )
         y = getattr(self.comm, operation)(x, name, *more)
         self.board.note("after it", y)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpipar import ops as ops_module
-from mpipar.comm.facts import gather_facts
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
+from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import Recorder
 from mpipar.study.examples import products, wires
 from mpipar.study.examples.board import Board, ShownComm, printed
@@ -93,7 +93,7 @@ def run(name: str, world) -> tuple[list[str], float]:
     comms = Comms(grid, ops, recorder, world)
     comm = ShownComm(comms[example.axis], board)
     off = example.run(Case(ops, comm, comms.alone, recorder, board, Board()))
-    facts = gather_facts(world, {"notes": board.notes, "off": max(off, default=0.0)})
+    facts = gather_objects(world, {"notes": board.notes, "off": max(off, default=0.0)})
     comms.close()
     if world.rank:
         return [], 0.0

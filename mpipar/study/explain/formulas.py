@@ -165,7 +165,7 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
     L is the number of blocks on this rank, R of those that are recomputed (--recompute block), m
     the number of microbatches.
     """
-    stages = schedule.stages_by_rank[grid.place("pp")]
+    stages = schedule.stages_by_rank[grid.group_rank("pp")]
     parts = [stage_parts(stage, stage_layers) for stage in stages]
     m = config.grid.num_microbatches
     found = {

@@ -65,7 +65,7 @@ def worker_on_shapes(
     ops, grid = ops_module.shapes_for(config.run, recorder), Grid.of(config.grid, world_rank)
     exact, table = getattr(ops, "exact", ops), rows.routed_rows(config, grid)
     exact.worst_case = worst_case
-    exact.routed = None if table is None else (table, grid.place("expert"))
+    exact.routed = None if table is None else (table, grid.group_rank("expert"))
     return Worker(config, grid, ops, recorder)
 
 
@@ -112,7 +112,7 @@ def predict_stages(config) -> list[Prediction]:
     return [
         predict(config, one.world_rank)
         for one in places
-        if not any(map(one.place, (ISLAND, "dp", "cp", "tp")))
+        if not any(map(one.group_rank, (ISLAND, "dp", "cp", "tp")))
     ]
 
 

@@ -139,7 +139,7 @@ def test_pipeline_and_data_parallel_messages_follow_the_formula(layout):
     step = Step(small_config(layout, 5, schedule="1f1b"))
     worker, totals = step.worker, step.recorder.totals("axis", "name", "operation")
     mb_bytes = step.column * MODEL.d_model
-    below, above = worker.grid.place("pp") > 0, worker.grid.place("pp") < pp - 1
+    below, above = worker.grid.group_rank("pp") > 0, worker.grid.group_rank("pp") < pp - 1
     assert step.sent("activations") == (5 * above, 5 * above * mb_bytes)
     assert step.sent("gradients") == (5 * below, 5 * below * mb_bytes)
     tie = totals.get(("tie", "grads.tie", "all_reduce"), Sums()).calls
@@ -259,7 +259,7 @@ def test_pipeline_messages_carry_a_share(layout):
     _, pp, tp = layout
     step = Step(small_config(layout, 5, model=cut_model()))
     size = step.token_bytes * chunk_size(MODEL.seq_len, tp) * MODEL.d_model
-    above = step.worker.grid.place("pp") < pp - 1
+    above = step.worker.grid.group_rank("pp") < pp - 1
     assert step.sent("activations") == (5 * above, 5 * above * size)
 
 

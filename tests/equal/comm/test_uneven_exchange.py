@@ -10,7 +10,7 @@ from stand_in import put_in, put_in_nccl
 from mpipar import ops as ops_module
 from mpipar.comm import connect
 from mpipar.comm.algorithms.mpi_library import MpiTransport
-from mpipar.comm.checked import CallCheck
+from mpipar.comm.collective_check import CollectiveCheck
 from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
@@ -227,7 +227,7 @@ def test_a_check_that_compares_no_rows_lets_them_pass(monkeypatch):
 
     What a rank sends to itself has its true number: Open MPI compares that, and refuses.
     """
-    monkeypatch.setattr(CallCheck, "rows", lambda *_: None)
+    monkeypatch.setattr(CollectiveCheck, "rows", lambda *_: None)
     comm, comms = group(cpu(), check=True)
     expected = [1 if rank == HERE else 2 for rank in range(RANKS)]
     y, _ = comm.all_to_allv(np.ones((RANKS, 2)), [1] * RANKS, "back", expected)

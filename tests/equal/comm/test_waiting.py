@@ -12,8 +12,8 @@ from small_model import WORLD, comms_of, small_config, worker_and_rows
 
 import mpipar
 from mpipar.comm import groups, request
-from mpipar.comm.facts import gather_facts
 from mpipar.comm.hosts import Cores
+from mpipar.comm.objects import gather_objects
 from mpipar.run.trace.clock import CommonClock, measure_clocks, shared_clocks
 
 HOST = WORLD.rank % 2 if WORLD.size < 8 else WORLD.rank // 3  # "hosts" of several ranks
@@ -47,7 +47,7 @@ def test_planted_clocks_are_brought_together():
     last = perf_counter_ns()
     after = measure_clocks(WORLD, owners, clock)
     true_times = [first, (first + last) // 2, last]
-    facts = gather_facts(
+    facts = gather_objects(
         WORLD, {"true": true_times, "shown": [planted(t) for t in true_times], "drift": DRIFT}
     )
     assert bool(before) == (WORLD.rank == 0)
@@ -87,7 +87,7 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
 
     monkeypatch.setattr(request, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(groups, "cores_of", lambda world: Cores(2, crowded))
-    monkeypatch.setattr(groups, "finish_passes_first", lambda: None)
+    monkeypatch.setattr(groups, "use_batch_scheduling", lambda: None)
     comms = comms_of(axes={"pp": 2, "dp": 2})
     comm = comms.groups[axis]
     last = comm.index == comm.size - 1

@@ -12,10 +12,10 @@ from small_model import cpu, slow_unless
 from stand_in import put_in_nccl
 
 from mpipar import ops as ops_module
-from mpipar.comm.algorithms.doubling import DoublingTransport
+from mpipar.comm.algorithms.recursive_doubling import RecursiveDoublingTransport
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
-from mpipar.comm.request import PatientRequest
+from mpipar.comm.request import PollingRequest
 from mpipar.errors import EnvironmentProblem
 from mpipar.interconnect import compiled, hosts, job, measure
 from mpipar.interconnect.arguments import BY, CASES, ROUTINGS, Arguments
@@ -129,7 +129,7 @@ def test_wrong_payload_of_one_rank_is_not_timed(monkeypatch):
 
 
 def test_an_algorithm_that_adds_wrong_numbers_shows(monkeypatch):
-    monkeypatch.setattr(DoublingTransport, "all_reduce", lambda *_: None)
+    monkeypatch.setattr(RecursiveDoublingTransport, "all_reduce", lambda *_: None)
     found = measured("all-reduce", via="comm,algorithms")
     assert [via for via, one in found.items() if one.wrong] == ["by doubling"]
 
@@ -159,7 +159,7 @@ def test_ranks_that_share_cores_wait_as_in_training():
         (section,) = world_sections([TABLE["ring"]], WORLD.size)
         team = make_team(section, "mpi-host", cpu("float32"), WORLD, Recorder(), [], crowded)
         request = team.comms["mpi"].transport.irecv(np.zeros(1, np.float32), team.mpi.rank, 3)
-        assert isinstance(request, PatientRequest) == crowded
+        assert isinstance(request, PollingRequest) == crowded
         team.mpi.Send(np.ones(1, np.float32), team.mpi.rank, 3)
         request.Wait()
         team.close()

@@ -27,7 +27,7 @@ from bench.matmul.cut_product import Sizes, cases, whole
 from mpipar import ops as ops_module
 from mpipar.comm import connect
 from mpipar.comm.algorithms.mpi_library import MpiTransport
-from mpipar.comm.checked import CallCheck
+from mpipar.comm.collective_check import CollectiveCheck
 from mpipar.ops.cupy_copies import Copies
 from mpipar.run.verify import SPREAD, differences, full_tensors
 
@@ -101,9 +101,9 @@ def test_device_path_that_shares_out_equals_one_rank(cuda_aware, zero):
 @pytest.mark.ranks(4)
 def test_device_path_with_checked_calls_equals_one_rank(cuda_aware, monkeypatch):
     """--check-comm blocks in MPI too, before each collective."""
-    plain, unsent = CallCheck.__call__, []
+    plain, unsent = CollectiveCheck.__call__, []
     monkeypatch.setattr(
-        CallCheck,
+        CollectiveCheck,
         "__call__",
         lambda self, record: (
             unsent.append(any(copy.leaves for copy in fake_streams.Stream.queued)),

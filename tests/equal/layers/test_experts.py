@@ -140,7 +140,7 @@ LAST_COUNTS = {}
 @pytest.mark.parametrize(
     ("owner", "name", "twin"),
     [
-        (Grid, "uncut", summed_over_data),
+        (Grid, "remaining_group", summed_over_data),
         (ExpertDispatch, "combine", weighted_twice),
         (ExpertDispatch, "combine", in_order_of_sending),
         (NumpyOps, "balance_backward_input", balanced_by_microbatch),

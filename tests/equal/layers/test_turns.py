@@ -7,7 +7,7 @@ import pytest
 from small_model import WORLD, comms_of, cpu
 
 from mpipar.comm.group import Comm
-from mpipar.comm.record import TURNS
+from mpipar.comm.record import STATE_CHANGES
 from mpipar.layers.context import Context
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.linears import LINEARS
@@ -68,13 +68,13 @@ def value(state, x, axis=0):
 def before(operation):
     """This rank's array before a collective."""
     rows = 1 if operation == "all_gather" else Q
-    own = 0 if TURNS[operation][0] == "whole" else WORLD.rank
+    own = 0 if STATE_CHANGES[operation][0] == "whole" else WORLD.rank
     return numbers(rows, Q, seed=own)
 
 
 @pytest.mark.parametrize("operation", CALLS)
 def test_a_collective_changes_the_state_and_not_the_array(operation, tp):
-    start, end = TURNS[operation]
+    start, end = STATE_CHANGES[operation]
     x = before(operation)
     expected = value(start, x)
     y = CALLS[operation](tp, x.copy())

@@ -50,7 +50,7 @@ def test_copies_of_shared_heads_stay_equal(tp_matmul):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_other_types_train(dtype):
     worker, _ = real_step(config_for("qwen2", WIDE, dtype=dtype))
-    assert worker.losses or worker.grid.place("pp") == 0
+    assert worker.losses or worker.grid.group_rank("pp") == 0
 
 
 @pytest.mark.parametrize("name", ["llama", "tied"])

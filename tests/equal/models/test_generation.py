@@ -139,7 +139,7 @@ def test_barriers_of_every_round(layout):
     for key, sums in worker.recorder.counters.items():
         calls, payload = found.get((key.axis, key.operation), (0, 0))
         found[key.axis, key.operation] = calls + sums.calls, payload + sums.payload_bytes
-    first, last = worker.grid.place("pp") == 0, worker.grid.place("pp") == pp - 1
+    first, last = worker.grid.group_rank("pp") == 0, worker.grid.group_rank("pp") == pp - 1
     layers, width = SHAPE["layers"] // pp, SHAPE["d_model"]
     activation = 8 * rows * width * (length + rounds - 1)  # of all rounds of a group
     wanted = {("world", "all_reduce"): (rounds, rounds * 8 * len(texts))} if WORLD.size > 1 else {}

@@ -81,7 +81,7 @@ def test_tie_sums(name, layout, num_microbatches):
     schedule, pp = worker.schedule, layout[1]
     ends = tuple(sorted({schedule.stage_to_rank[0], schedule.stage_to_rank[-1]}))
     ties = [counter for key, counter in recorder.counters.items() if key.axis == "tie"]
-    member = len(ends) > 1 and worker.grid.place("pp") in ends
+    member = len(ends) > 1 and worker.grid.group_rank("pp") in ends
     assert [counter.calls for counter in ties] == [1] * member
     if schedule.placement == "v":
         assert len(ends) == 1
@@ -92,7 +92,7 @@ def test_tie_sums(name, layout, num_microbatches):
         param.size
         for stage in worker.stages.values()
         for param in stage.params
-        if param.owner and worker.grid.place("dp") == 0
+        if param.owner and worker.grid.group_rank("dp") == 0
     )
     total = WORLD.allreduce(owned)
     alone = sum(flat.size for flat in worker_of(config, alone=True).flats)

@@ -28,7 +28,13 @@ from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.study.explain.predict import predict
 from mpipar.train.gradsync import GradSync
 from mpipar.train.optimizer import Optimizer
-from mpipar.train.zero import GatheredUnits, PieceSync, ScatterSync, ShardedFlatParams, largest
+from mpipar.train.zero import (
+    FullyShardedUnits,
+    ReduceScatterGradSync,
+    ShardedFlatParams,
+    ShardedGradSync,
+    largest,
+)
 
 pytestmark = [pytest.mark.ranks(1, 2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 # 4 heads of width 3; 8 tokens are 2 pieces for each of up to 4 ranks.
@@ -248,12 +254,17 @@ TWINS = {
         (ShardedFlatParams, "piece_in", piece_of_the_next_rank, (*DP, ONE)),
         (ShardedFlatParams, "piece_in", piece_of_the_next_rank, (*DP, THREE)),
         (Optimizer, "step", weights_gathered_before_the_update, (*DP, ONE)),
-        (ScatterSync, "counts", norm_of_the_first_rank_s_pieces, (*DP, ONE)),
-        (GatheredUnits, "make_room", two_units_in_one_buffer, (*DP, THREE)),
-        (GatheredUnits, "post", no_gather_before_the_input_gradient, (*DP, THREE)),
-        (ScatterSync, "finish", means_in_place_of_sums, (*DP, ONE)),
-        (PieceSync, "finish", means_in_place_of_sums, (*DP, THREE)),
-        (PieceSync, "begin_unit", gradients_of_another_unit_in_the_scratch_buffer, (*DP, THREE)),
+        (ReduceScatterGradSync, "counts", norm_of_the_first_rank_s_pieces, (*DP, ONE)),
+        (FullyShardedUnits, "make_room", two_units_in_one_buffer, (*DP, THREE)),
+        (FullyShardedUnits, "post", no_gather_before_the_input_gradient, (*DP, THREE)),
+        (ReduceScatterGradSync, "finish", means_in_place_of_sums, (*DP, ONE)),
+        (ShardedGradSync, "finish", means_in_place_of_sums, (*DP, THREE)),
+        (
+            ShardedGradSync,
+            "begin_unit",
+            gradients_of_another_unit_in_the_scratch_buffer,
+            (*DP, THREE),
+        ),
         (
             ActivationRecompute,
             "backward_input",

@@ -150,11 +150,12 @@ def buffer_aliased(plain, self, instr):
 @in_place_of(Worker, "gradients")
 def loss_of_a_microbatch(plain, self, step, get_batch, *votes):
     """Divide the loss by the tokens of a microbatch instead of those of the step."""
-    self.num_tokens //= self.schedule.num_microbatches
+    plainly = self.own_tokens
+    self.own_tokens //= self.schedule.num_microbatches
     try:
         return plain(self, step, get_batch, *votes)
     finally:
-        self.num_tokens *= self.schedule.num_microbatches
+        self.own_tokens = plainly
 
 
 @in_place_of(CrossEntropy, "backward_input")

@@ -18,7 +18,7 @@ import numpy as np
 from bench.claims.computed import layout_name
 from bench.training import Trained
 from mpipar import ops as ops_module
-from mpipar.comm.facts import broadcast_text
+from mpipar.comm.objects import broadcast_text
 from mpipar.comm.record import Recorder
 from mpipar.errors import DriftError, HangError
 from mpipar.run.replicas import Replicas

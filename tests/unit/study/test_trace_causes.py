@@ -52,7 +52,7 @@ def check(layout, fault):
     """The planted fault is the first cause, with its share; a slow rank is also the one finding."""
     run, plain = case(layout, fault)
     (late_run, late), (base_run, base) = analysed(run), analysed(plain)
-    stage = late_run.grids[run.rank].place("pp")
+    stage = late_run.grids[run.rank].group_rank("pp")
     words = FAULTS[fault].format(stage=stage, layer="block3.ffn.up")
     text = f"rank {run.rank}: {words}"
     assert next(iter(late.costs)).text() == text
@@ -132,7 +132,7 @@ def test_a_stage_with_more_work_is_named(layout, values, place):
     assert finding.lost_ms / late_run.step_ms == pytest.approx(lost, abs=POINTS)
     cause = next(iter(late.costs))
     assert cause.kind == "compute"
-    assert late_run.grids[cause.ranks[0]].place("pp") == place
+    assert late_run.grids[cause.ranks[0]].group_rank("pp") == place
 
 
 @pytest.mark.parametrize("layout", [PP, DP + PP, PP + TP, PP4], ids=str)

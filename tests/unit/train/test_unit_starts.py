@@ -41,7 +41,7 @@ def workers(**values):
     config, _ = resolve(changed(**values), values["dp"] * values["pp"] * values["tp"])
     for pp_rank in range(config.grid.pp):
         recorder = Recorder(1 << 16)
-        place = Grid.of(config.grid, 0).at(pp=pp_rank)
+        place = Grid.of(config.grid, 0).rank_at(pp=pp_rank)
         yield Worker(
             config, Grid.of(config.grid, place), make("shapes", "float32", recorder), recorder
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-class HalvesTransport(StepwiseTransport):
+class RabenseifnerTransport(StepwiseTransport):
     """Sums by a reduce-scatter of pieces and an all-gather. Comm: one additional Dup.
 
     Each of the two kinds of collectives has its own communicator, on which all ranks post them in

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from mpipar.comm.facts import all_gather_facts
+from mpipar.comm.objects import all_gather_objects
 from mpipar.comm.record import Record
 from mpipar.comm.transport import Counts
 from mpipar.errors import HangError
@@ -24,7 +24,7 @@ UNEVEN = ("all_to_allv",)  # operations in which ranks send different numbers of
 UNKNOWN = -1  # a count that the transport has to ask for
 
 
-class CallCheck:
+class CollectiveCheck:
     """Compares a call over the group `ranks`. mpi_comm: their communicator, used only for this.
 
     The operation and its number in the group, name, type and root must be equal, and the bytes too
@@ -51,7 +51,7 @@ class CallCheck:
         self.mpi.Allreduce(MPI.IN_PLACE, ends, op=MPI.MAX)
         if ends[0] == -ends[1]:
             return
-        calls = all_gather_facts(self.mpi, f"{what} at {record.source}, collective {record.seq}")
+        calls = all_gather_objects(self.mpi, f"{what} at {record.source}, collective {record.seq}")
         common = max(calls, key=calls.count)
         self._disagree(
             [
@@ -79,7 +79,7 @@ class CallCheck:
             callers = [
                 f"rank {world_rank} in {record.operation} {record.name} at {place}"
                 for world_rank, place in zip(
-                    self.ranks, all_gather_facts(self.mpi, record.source), strict=True
+                    self.ranks, all_gather_objects(self.mpi, record.source), strict=True
                 )
             ]
             self._disagree(

@@ -13,9 +13,9 @@ from mpipar import ops
 from mpipar.comm import groups, request, transport
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.grid import Grid
-from mpipar.comm.hosts import Cores, finish_passes_first
+from mpipar.comm.hosts import Cores, use_batch_scheduling
 from mpipar.comm.record import Recorder
-from mpipar.comm.request import POLLS_BEFORE_SLEEP, PatientRequest
+from mpipar.comm.request import POLLS_BEFORE_SLEEP, PollingRequest
 from mpipar.config.run import RunConfig
 
 
@@ -38,22 +38,22 @@ def naps(monkeypatch):
 
 
 def test_naps_grow_to_the_longest(naps):
-    PatientRequest(Late(POLLS_BEFORE_SLEEP + 6)).Wait()
+    PollingRequest(Late(POLLS_BEFORE_SLEEP + 6)).Wait()
     assert naps == [50e-6, 100e-6, 200e-6, 200e-6, 200e-6]
 
 
 def test_a_message_that_is_nearly_there_is_not_slept_for(naps):
-    PatientRequest(Late(POLLS_BEFORE_SLEEP)).Wait()
+    PollingRequest(Late(POLLS_BEFORE_SLEEP)).Wait()
     assert naps == []
 
 
-@pytest.mark.parametrize("patient", [True, False])
-def test_sends_and_receives_are_patient_on_request(patient):
+@pytest.mark.parametrize("yields_cpu", [True, False])
+def test_sends_and_receives_are_patient_on_request(yields_cpu):
     wire = MpiTransport.__new__(MpiTransport)  # without MPI
-    wire.options, wire.mpi_isend = request.Options(patient=patient), lambda *_: Late(1)
+    wire.options, wire.mpi_isend = request.Options(yields_cpu=yields_cpu), lambda *_: Late(1)
     wire.mpi = SimpleNamespace(Irecv=wire.mpi_isend)
     for made in (wire.isend(None, 1, 0), wire.irecv(None, 1, 0)):
-        assert isinstance(made, PatientRequest) == patient
+        assert isinstance(made, PollingRequest) == yields_cpu
         assert made.Test()
 
 
@@ -89,7 +89,7 @@ def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
 def test_only_ranks_that_share_cores_ask_for_it(crowded, monkeypatch):
     asked = []
     monkeypatch.setattr(groups, "cores_of", lambda world: Cores(1, crowded))
-    monkeypatch.setattr(groups, "finish_passes_first", lambda: asked.append(1))
+    monkeypatch.setattr(groups, "use_batch_scheduling", lambda: asked.append(1))
     recorder = Recorder()
     groups.Comms.solo(ops.shapes_for(RunConfig(), recorder), Grid(0), recorder)
     assert asked == [1] * crowded
@@ -101,9 +101,9 @@ def test_only_ranks_that_share_cores_ask_for_it(crowded, monkeypatch):
 def test_the_usual_policy_becomes_one_that_interrupts_nobody(before, after):
     """In a process of its own; a policy that the user chose stays."""
     code = f"""import os
-from mpipar.comm.hosts import finish_passes_first
+from mpipar.comm.hosts import use_batch_scheduling
 os.sched_setscheduler(0, os.{before}, os.sched_param(0))
-finish_passes_first()
+use_batch_scheduling()
 print(os.sched_getscheduler(0))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{getattr(os, after)}\n", done.stderr
@@ -118,5 +118,5 @@ def test_a_container_may_forbid_it(monkeypatch):
 
     monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_OTHER)
     monkeypatch.setattr(os, "sched_setscheduler", forbidden)
-    finish_passes_first()
+    use_batch_scheduling()
     assert [policy for _, policy, _ in asked] == [os.SCHED_BATCH]

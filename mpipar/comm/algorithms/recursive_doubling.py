@@ -15,7 +15,7 @@ from mpipar.comm.algorithms.steps import Steps, StepwiseTransport, add
 from mpipar.ops.signature import Array
 
 
-class DoublingTransport(StepwiseTransport):
+class RecursiveDoublingTransport(StepwiseTransport):
     """Sums by recursive doubling."""
 
     def summed(self, x: Array) -> Steps:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def gather_facts(mpi_world: MPI.Comm | None, fact: Any) -> list[Any] | None:
+def gather_objects(mpi_world: MPI.Comm | None, fact: Any) -> list[Any] | None:
     """Return every rank's JSON-able fact, in rank order, on world rank 0; None elsewhere.
 
     Comm: one Gather of a length and one Gatherv of bytes over the world.
@@ -29,7 +29,7 @@ def gather_facts(mpi_world: MPI.Comm | None, fact: Any) -> list[Any] | None:
     return facts if count else None
 
 
-def all_gather_facts(mpi_world: MPI.Comm, fact: Any) -> list[Any]:
+def all_gather_objects(mpi_world: MPI.Comm, fact: Any) -> list[Any]:
     """Return every rank's JSON-able fact, in rank order, on every rank.
 
     Comm: one Allgather of a length and one Allgatherv of bytes over the world.
@@ -56,11 +56,11 @@ def _gathered(
 def broadcast_text(mpi_world: MPI.Comm | None, text: str) -> str:
     """Return world rank 0's text, on every rank.
 
-    Comm: as `all_gather_facts`, to which only rank 0 contributes.
+    Comm: as `all_gather_objects`, to which only rank 0 contributes.
     """
     if mpi_world is None:
         return text
-    return str(all_gather_facts(mpi_world, text if mpi_world.rank == 0 else "")[0])
+    return str(all_gather_objects(mpi_world, text if mpi_world.rank == 0 else "")[0])
 
 
 def gather_numbers(mpi_world: MPI.Comm | None, x: np.ndarray) -> np.ndarray | None:
