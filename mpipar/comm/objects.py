@@ -56,11 +56,16 @@ def _gathered(
 def broadcast_text(mpi_world: MPI.Comm | None, text: str) -> str:
     """Return world rank 0's text, on every rank.
 
-    Comm: as `all_gather_objects`, to which only rank 0 contributes.
+    Comm: one Bcast of a length and one of bytes over the world.
     """
-    if mpi_world is None:
+    if mpi_world is None or mpi_world.size == 1:
         return text
-    return str(all_gather_objects(mpi_world, text if mpi_world.rank == 0 else "")[0])
+    own = bytearray(text.encode("utf-8", "surrogateescape"))
+    length = array("q", [len(own)])
+    mpi_world.Bcast(length, root=0)
+    received = own if mpi_world.rank == 0 else bytearray(length[0])
+    mpi_world.Bcast(received, root=0)
+    return received.decode("utf-8", "surrogateescape")
 
 
 def gather_numbers(mpi_world: MPI.Comm | None, x: np.ndarray) -> np.ndarray | None:
