@@ -30,13 +30,13 @@ from mpipar.comm.objects import broadcast_text, gather_numbers
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.config.sizes import read_bytes
+from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.ops import make
 from mpipar.run.checkpoint.disk import BLOCK_BYTES
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
-from mpipar.run.files.text import counted
 
 LIMIT = 1.2  # a save over the sum of its parts
 LAYERS, WIDTH_STEP = 4, 16

@@ -32,8 +32,8 @@ from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
+from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED
-from mpipar.run.files.text import counted
 
 CALL_LIMIT_NS, SHARE_LIMIT = 1500, 0.02
 BATCH = 200  # calls between two readings of the clock: short enough to fit between interruptions

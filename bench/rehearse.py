@@ -31,12 +31,12 @@ from mpipar.comm.objects import all_gather_objects, gather_objects
 from mpipar.comm.record import Record, Recorder, as_record, family
 from mpipar.comm.request import Request
 from mpipar.comm.transport import Counts, Exchanged, ShapesTransport
+from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.interconnect.hosts import check_room, free_bytes
 from mpipar.ops.signature import Array
 from mpipar.run.console.tables import layout_text
 from mpipar.run.data import rows
-from mpipar.run.files.text import counted
 from mpipar.study.explain.predict import worker_on_shapes
 from mpipar.study.plan.machine import Machine, load_machine
 from mpipar.train import build

@@ -13,11 +13,11 @@ from mpipar import __version__, errors
 from mpipar.commands.command import Command, Context
 from mpipar.config import flags
 from mpipar.config.grid import AUTO
-from mpipar.config.reading import read, read_arguments, to_toml
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import in_force
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, combine, suggestion
+from mpipar.run.files.settings import read, read_arguments, to_toml
 from mpipar.run.process import blas, consistency
 from mpipar.run.process.session import Session
 

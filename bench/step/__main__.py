@@ -60,9 +60,9 @@ from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.objects import broadcast_text, gather_numbers
 from mpipar.config import flags
 from mpipar.config.run import SUMS
+from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.ops import KERNELS, make
-from mpipar.run.files.text import counted
 
 COMPILERS = {"cpu": ("g++",), "cuda": ("gcc", "clang")}  # that torch.compile needs
 ONE, APART = ", one rank", ", apart"

@@ -10,6 +10,7 @@ import numpy as np
 from mpipar.commands.command import Command, Context
 from mpipar.config.model import model_config
 from mpipar.config.setting import positional, setting
+from mpipar.config.text import one_line, printable
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
 from mpipar.models.params import all_params
 from mpipar.run.checkpoint import formats, tokenizer_files, weights
@@ -23,7 +24,6 @@ from mpipar.run.checkpoint.manifest import (
 )
 from mpipar.run.checkpoint.weight_files import DIGESTS, written_digests
 from mpipar.run.console.tables import nbytes, table
-from mpipar.run.files.text import one_line, printable
 from mpipar.run.folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
 from mpipar.run.resume import layout_words
 

@@ -8,9 +8,9 @@ needs NumPy only when it runs.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from mpipar.config.reading import ParsedConfig
 from mpipar.config.sections import FIELDS
 from mpipar.errors import UserError
+from mpipar.run.files.settings import ParsedConfig
 from mpipar.run.process.session import Session
 
 OF_A_RUN = frozenset(

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, switch
+from mpipar.config.text import brief, counted, harmless
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.run.console.tables import WIDTH, table
-from mpipar.run.files.text import brief, counted, harmless
 from mpipar.run.trace import trace_file
 from mpipar.study.trace import comparison
 from mpipar.study.trace.analysis import Analysis

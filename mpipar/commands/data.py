@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
+from mpipar.config.text import brief, printable, shown
 from mpipar.errors import EXIT_OK, DataError, UsageError, UserError, broken
 from mpipar.run.console.progress import progress
 from mpipar.run.console.tables import table
@@ -17,7 +18,6 @@ from mpipar.run.data.prepare import BYTES, LEAST_NEW, MOST_NEW, TRAIN, Texts, pr
 from mpipar.run.data.source import text_files
 from mpipar.run.data.tokenizer import library_of
 from mpipar.run.files.replace import new_folder
-from mpipar.run.files.text import brief, printable, shown
 from mpipar.run.folder import said
 
 NEW = re.compile(rf"{TRAIN}[0-9]{{1,9}}")

@@ -15,6 +15,7 @@ from mpipar.comm.record import state_change
 from mpipar.commands.command import OF_A_STEP, Command, Context
 from mpipar.config.layout import axes_text
 from mpipar.config.setting import setting, switch
+from mpipar.config.text import counted
 from mpipar.errors import EXIT_OK, UsageError, broken
 from mpipar.models.decoder import ENTRY
 from mpipar.ops.shape_array import labels_of
@@ -30,7 +31,6 @@ from mpipar.run.console.tables import (
     table_with_words,
 )
 from mpipar.run.data.rows import rows_per_microbatch
-from mpipar.run.files.text import counted
 from mpipar.run.resolve import resolve
 from mpipar.study.explain import formulas, memory_formulas
 from mpipar.study.explain.predict import predict, unit_memory

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional
+from mpipar.config.text import shown
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError, suggestion
-from mpipar.run.files.text import shown
 from mpipar.study.examples.catalog import EXAMPLES, TOLERANCE
 from mpipar.study.examples.catalog import run as run_example
 

@@ -9,10 +9,10 @@ from dataclasses import MISSING, dataclass, replace
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.commands.command import Command, Context
 from mpipar.config.presets import PRESETS
-from mpipar.config.reading import expand_layout, read
 from mpipar.config.resolve import config_problems
 from mpipar.config.sections import FIELDS, build
 from mpipar.config.setting import positional, setting, switch
+from mpipar.config.text import brief
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
     EXIT_OK,
@@ -23,7 +23,7 @@ from mpipar.errors import (
     suggestion,
 )
 from mpipar.run.checkpoint.formats import model_settings
-from mpipar.run.files.text import brief
+from mpipar.run.files.settings import expand_layout, read
 from mpipar.study.plan.job import STACKS, Shape
 from mpipar.study.plan.machine import load_machine, machine_names
 from mpipar.study.plan.memory import GIB

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import flag, positional, setting, switch
+from mpipar.config.text import brief, counted, harmless, shown
 from mpipar.errors import EXIT_OK, UsageError, UserError, broken
 from mpipar.pipeline import csv_format
 from mpipar.pipeline.instructions import Schedule
@@ -21,7 +22,6 @@ from mpipar.pipeline.schedules.catalog import (
 )
 from mpipar.run.console import output
 from mpipar.run.console.tables import table
-from mpipar.run.files.text import brief, counted, harmless, shown
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules import draw, explorer
 from mpipar.study.schedules.bubble import measured_costs

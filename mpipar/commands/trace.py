@@ -6,9 +6,9 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
+from mpipar.config.text import counted, harmless
 from mpipar.errors import EXIT_OK, UsageError
 from mpipar.run.console.tables import WIDTH, table, table_with_words
-from mpipar.run.files.text import counted, harmless
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules.bubble import bubble_table
 from mpipar.study.trace import html, perfetto, pop

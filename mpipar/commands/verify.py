@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from mpipar.commands.command import OF_A_STEP, Command, Context
 from mpipar.config.setting import switch
+from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
-from mpipar.run.files.text import counted
 
 WORST = 5  # tensors that are shown without --all
 

@@ -11,8 +11,8 @@ from mpipar.config.removed import RENAMED
 from mpipar.config.sections import FIELDS, FLAGS, SECTIONS
 from mpipar.config.setting import flag, kind, setting, switch
 from mpipar.config.synonyms import EXAMPLES, unknown_word
+from mpipar.config.text import brief, shown
 from mpipar.errors import UsageError
-from mpipar.run.files.text import brief, shown
 
 MANY = 28  # flags; a command with more of them shows only the common ones
 MOST_CHOICES = 8  # that are listed after a flag

@@ -13,8 +13,8 @@ from mpipar.config.presets import PRESETS
 from mpipar.config.rule import Rule, broken_of, values_of
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import field_problem
+from mpipar.config.text import counted
 from mpipar.errors import UsageError, UserError, combine
-from mpipar.run.files.text import counted
 
 WHOLE_TOKENS = 1 << 14  # tokens of a step that a single rank computes in one microbatch
 Check = tuple[Callable[[Config], list[str] | None], type[UserError]]

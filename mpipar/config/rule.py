@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from mpipar.config.layout import divisors
 from mpipar.config.sections import Config, in_force, named
-from mpipar.run.files.text import counted, shown
+from mpipar.config.text import counted, shown
 
 PLAIN = re.compile(r"[\w.,:/+=-]+")  # a value that needs no quotes in a sentence
 

@@ -9,8 +9,8 @@ import typing
 from collections.abc import Mapping
 from dataclasses import MISSING
 
+from mpipar.config import text
 from mpipar.errors import suggestion
-from mpipar.run.files import text
 
 BOUNDS = {  # of a number: what breaks it, and how a refusal names it
     "low": (operator.lt, "at least"),

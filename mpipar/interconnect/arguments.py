@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from mpipar.config.run import SUMS
 from mpipar.config.setting import positional, setting, switch
+from mpipar.config.text import shown
 from mpipar.errors import UsageError, UserError, suggestion
-from mpipar.run.files.text import shown
 
 CASES = (
     "latency", "bandwidth", "bidirectional", "all-reduce", "iall-reduce", "reduce-scatter",

@@ -11,9 +11,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from mpipar.config.text import shown
 from mpipar.errors import DataError, OutputError
 from mpipar.run.files.bounded import open_regular, parse_json
-from mpipar.run.files.text import shown
 
 SCHEMA = 3
 NOT_ONE = "is this a file of mpipar net --json?"

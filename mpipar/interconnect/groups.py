@@ -13,10 +13,10 @@ from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
 from mpipar.comm.transport import Transport
-from mpipar.config.reading import expand_layout
+from mpipar.config.text import counted
 from mpipar.errors import EnvironmentProblem, UsageError
 from mpipar.interconnect.cases import CASES, Case
-from mpipar.run.files.text import counted
+from mpipar.run.files.settings import expand_layout
 
 Ranks = tuple[int, ...]
 

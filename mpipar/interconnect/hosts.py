@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from mpipar.config.text import counted
 from mpipar.errors import UsageError
 from mpipar.run.console.tables import nbytes
-from mpipar.run.files.text import counted
 from mpipar.run.process import gpus
 from mpipar.run.process.blas import processor
 from mpipar.run.process.environment import host_name

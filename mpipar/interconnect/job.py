@@ -12,6 +12,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.hosts import cores_of, quiet_barrier
 from mpipar.comm.objects import gather_numbers, gather_objects
 from mpipar.comm.record import Recorder
+from mpipar.config.text import counted
 from mpipar.errors import UsageError
 from mpipar.interconnect import hosts
 from mpipar.interconnect.arguments import BY, Arguments
@@ -40,7 +41,6 @@ from mpipar.interconnect.measure import (
 )
 from mpipar.interconnect.statistics import sample_us, summary
 from mpipar.ops.mixed_ops import DTYPES as MIXED
-from mpipar.run.files.text import counted
 from mpipar.run.process.mpi import library_name
 from mpipar.run.trace.clock import clock_identity, shared_clocks
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpipar.config.run import TEMPERATURE
+from mpipar.config.text import quoted
 from mpipar.run.data.bigram import bigram_loss
 from mpipar.run.data.tokenizer import BYTE_VOCABULARY
-from mpipar.run.files.text import quoted
 from mpipar.run.inference.generate import continue_one
 from mpipar.run.inference.sampling import Sampling
 

@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 
-from mpipar.config.reading import to_toml
 from mpipar.config.run import RUNS, named_folder, traced_steps
+from mpipar.config.text import counted
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.console import series
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import parse_json, problems_as, read_text
 from mpipar.run.files.replace import replace_file, replaced_files, set_aside
-from mpipar.run.files.text import counted
+from mpipar.run.files.settings import to_toml
 from mpipar.run.files.typed import built
 from mpipar.run.process import lock
 from mpipar.run.process.failure import DISK_ERRORS

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.config.reading import ParsedConfig
 from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config
+from mpipar.config.text import printable
 from mpipar.errors import EXIT_OK, DataError, UsageError
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.tokenizer_files import GENERATION, token_ids
 from mpipar.run.compared import config_facts, digest_of_value
 from mpipar.run.data.tokenizer import Tokenizer, tokenizer_of
-from mpipar.run.files.text import printable
+from mpipar.run.files.settings import ParsedConfig
 from mpipar.run.inference import prompts as prompts_module
 from mpipar.run.inference.generate import FULL, STOP, Text, generate
 from mpipar.run.inference.prompts import Prompt

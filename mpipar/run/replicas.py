@@ -18,11 +18,11 @@ import numpy as np
 
 from mpipar.comm.grid import ISLAND
 from mpipar.comm.objects import broadcast_text, gather_objects
+from mpipar.config.text import counted
 from mpipar.errors import DriftError, EnvironmentProblem, UserError
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
 from mpipar.run.checkpoint.save import place_among_copies
-from mpipar.run.files.text import counted
 from mpipar.train.optim import TITLES
 from mpipar.train.worker import Worker
 

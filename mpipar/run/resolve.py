@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from mpipar.config import resolve as config_resolve
-from mpipar.config.reading import ParsedConfig, choice_problems
 from mpipar.config.sections import Config, build, in_force, named
 from mpipar.errors import DataError, UsageError, UserError
 from mpipar.layers.parallel.context import keeps_scores
@@ -16,6 +15,7 @@ from mpipar.pipeline.instructions import Schedule
 from mpipar.run.checkpoint import formats
 from mpipar.run.combinations import RULES
 from mpipar.run.data.dataset import is_dataset, read_dataset
+from mpipar.run.files.settings import ParsedConfig, choice_problems
 from mpipar.run.source import find_source
 
 # How routers are trained, which weights do not fix; but a bias per expert is one of the weights.

@@ -19,17 +19,17 @@ from mpipar.comm.objects import all_gather_objects, broadcast_text
 from mpipar.config.layout import sizes_text
 from mpipar.config.layout import typed as typed_layout
 from mpipar.config.model import CUTS, ModelConfig
-from mpipar.config.reading import over, skipped, values_of
 from mpipar.config.rule import typed
 from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
 from mpipar.config.sections import named
+from mpipar.config.text import brief, counted
 from mpipar.errors import DataError, UsageError
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.run.checkpoint.tokenizer_files import read_tokenizer_files
 from mpipar.run.compared import compare_inputs, digest_of_weights
 from mpipar.run.files.bounded import problems_as, read_text
-from mpipar.run.files.text import brief, counted
+from mpipar.run.files.settings import over, skipped, values_of
 from mpipar.run.folder import (
     CHECKPOINTS,
     CONFIG,

@@ -12,8 +12,8 @@ from time import perf_counter
 from mpipar.comm.grid import Grid
 from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import Recorder
-from mpipar.config.reading import to_toml
 from mpipar.config.run import trace_steps, traced_steps
+from mpipar.config.text import one_line
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -36,7 +36,7 @@ from mpipar.run.console.progress import SECONDS, watched
 from mpipar.run.console.tensorboard import Events, tensorboard_problems
 from mpipar.run.console.time_shares import crowded
 from mpipar.run.data import rows
-from mpipar.run.files.text import one_line
+from mpipar.run.files.settings import to_toml
 from mpipar.run.folder import (
     CHECKPOINTS,
     EVALUATIONS,

@@ -16,12 +16,12 @@ from statistics import median
 
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
+from mpipar.config.text import counted
 from mpipar.errors import UserError
 from mpipar.run.console import series, tables
 from mpipar.run.console.tables import describe_model
 from mpipar.run.files.bounded import open_regular
 from mpipar.run.files.replace import replace_file
-from mpipar.run.files.text import counted
 from mpipar.run.folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
 from mpipar.run.process import blas, consistency, mpi
 from mpipar.run.trace import trace_file

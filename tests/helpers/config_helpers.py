@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from mpipar.config import flags
-from mpipar.config.reading import read
 from mpipar.config.sections import Config
 from mpipar.errors import UsageError
+from mpipar.run.files.settings import read
 from mpipar.run.resolve import resolve
 
 

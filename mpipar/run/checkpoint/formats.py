@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from mpipar.config.model import CUTS
-from mpipar.config.reading import values_of
 from mpipar.config.sections import FIELDS, build
 from mpipar.config.setting import field_problem
+from mpipar.config.text import brief, shown
 from mpipar.errors import DataError
 from mpipar.run.checkpoint import native_format
 from mpipar.run.checkpoint.hf_form import GPT2
@@ -30,7 +30,7 @@ from mpipar.run.checkpoint.hf_llama import LLAMA, MISTRAL, QWEN2
 from mpipar.run.checkpoint.hf_mixtral import MIXTRAL
 from mpipar.run.checkpoint.manifest import NAME, STEP_FOLDER, read_manifest
 from mpipar.run.files.bounded import read_json
-from mpipar.run.files.text import brief, shown
+from mpipar.run.files.settings import values_of
 
 FORMS = {form.kind: form for form in (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL)}  # by model_type
 # Fields about how a model is stored, made or run elsewhere, but not about what it computes.

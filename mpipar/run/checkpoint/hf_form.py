@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from mpipar.run.files.text import shown
+from mpipar.config.text import shown
 
 DEFAULTS = {  # fields of ModelConfig that config.json may lack
     "ffn": lambda values: 4 * values["d_model"],

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from mpipar.config.text import shown
 from mpipar.run.checkpoint.hf_form import Form, number
-from mpipar.run.files.text import shown
 
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ROPE = {"default": (), "linear": ("factor",), "llama3": SCALING}  # type: its parameters

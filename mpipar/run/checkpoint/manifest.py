@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mpipar.comm.grid import AXES
+from mpipar.config.text import shown
 from mpipar.errors import DataError
 from mpipar.run.checkpoint.boxes import Box, tiling_problem
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import open_regular, problems_as, read_json
-from mpipar.run.files.text import shown
 from mpipar.run.files.typed import built
 
 FORMAT = 1  # newer formats are refused

@@ -11,7 +11,7 @@ from mpipar.config.model import CUTS, ModelConfig
 from mpipar.config.removed import CONSTANT
 from mpipar.config.sections import not_taken
 from mpipar.config.setting import kind
-from mpipar.run.files.text import shown
+from mpipar.config.text import shown
 
 PREFIX = ""  # of the names
 KIND = "mpipar-decoder"  # the model_type

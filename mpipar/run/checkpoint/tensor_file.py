@@ -9,9 +9,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from mpipar.config.text import brief
 from mpipar.run.files.bounded import open_regular
 from mpipar.run.files.recognize import SAFETENSORS, recognize
-from mpipar.run.files.text import brief
 
 NUMBERS = {
     "F64": np.dtype("<f8"),

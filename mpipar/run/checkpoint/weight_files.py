@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
+from mpipar.config.text import brief, shown
 from mpipar.errors import DataError
 from mpipar.run.checkpoint.disk import safetensors_head
 from mpipar.run.checkpoint.tensor_file import Entry, entries, open_tensors
 from mpipar.run.files.bounded import problems_as, read_json
 from mpipar.run.files.recognize import SAFETENSORS, recognize
 from mpipar.run.files.replace import replaced_files
-from mpipar.run.files.text import brief, shown
 from mpipar.run.files.typed import built
 
 WEIGHTS = "model.safetensors"

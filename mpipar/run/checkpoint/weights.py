@@ -18,6 +18,7 @@ import numpy as np
 
 from mpipar.comm.grid import ISLAND
 from mpipar.config.model import model_config
+from mpipar.config.text import brief
 from mpipar.errors import DataError, OutputError
 from mpipar.models.params import all_params
 from mpipar.run.checkpoint import boxes, formats, tokenizer_files
@@ -26,7 +27,6 @@ from mpipar.run.checkpoint.load import Pieces
 from mpipar.run.checkpoint.manifest import read_manifest
 from mpipar.run.checkpoint.tensor_file import NUMBERS
 from mpipar.run.checkpoint.weight_files import ADAPTER_CURE, WeightFiles, write_weights
-from mpipar.run.files.text import brief
 
 MOST_TOLD = 20  # problems of tensors that are reported
 MOST_MISSING = 5  # with more, all names may be other ones

@@ -10,7 +10,7 @@ from html import escape
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
-from mpipar.run.files.text import harmless
+from mpipar.config.text import harmless
 
 
 def build(folder: Traversable, scripts: tuple[str, ...], data: dict, **more: str) -> str:

@@ -5,11 +5,11 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+from mpipar.config.text import harmless, printable
 from mpipar.errors import OutputError
 from mpipar.run.console.progress import is_terminal, progress
 from mpipar.run.files import no_links
 from mpipar.run.files.replace import replace_file, set_aside
-from mpipar.run.files.text import harmless, printable
 from mpipar.run.process.failure import DISK_ERRORS
 from mpipar.run.process.streams import above, silence_output, warn
 

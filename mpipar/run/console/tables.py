@@ -8,8 +8,8 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Key, Sums, family
 from mpipar.config.layout import sizes_text
 from mpipar.config.model import ModelConfig
+from mpipar.config.text import counted
 from mpipar.models.decoder import CUT, ENTRY
-from mpipar.run.files.text import counted
 
 WIDTH = 100  # characters per line of text
 BARRIER = ("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step")

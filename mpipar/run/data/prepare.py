@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipar.config.text import shown
 from mpipar.errors import DataError
 from mpipar.run.data.dataset import FORMAT, NAME, PARTS, Dataset, File
 from mpipar.run.data.documents import (
@@ -34,7 +35,6 @@ from mpipar.run.data.tokenizer import (
     settings_file,
 )
 from mpipar.run.files.replace import replace_file
-from mpipar.run.files.text import shown
 
 BATCH = 4 * LONGEST  # characters of several parts, for the library's threads
 WIDE = 1 << 16  # ids that fit in 16 bits

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipar.config.text import counted
 from mpipar.errors import DataError
 from mpipar.run.data import dataset
 from mpipar.run.data.documents import is_json_lines, read_documents
@@ -23,7 +24,6 @@ from mpipar.run.data.token_file import Piece, TokenFiles, check_ids, named, piec
 from mpipar.run.data.tokenizer import BYTE_VOCABULARY
 from mpipar.run.files.bounded import open_regular, problems_as
 from mpipar.run.files.recognize import recognize
-from mpipar.run.files.text import counted
 
 LLMC_HEADER = 256 * 4  # bytes
 LLMC = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # magic: version, dtype (GPT-2's, Llama 3's)

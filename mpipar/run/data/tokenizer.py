@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from mpipar.config.text import brief
 from mpipar.errors import DataError, EnvironmentProblem
 from mpipar.run.files.bounded import parse_json, problems_as, read_bytes
 from mpipar.run.files.recognize import BYTE_ORDER_MARK, HEAD, recognized
 from mpipar.run.files.replace import replace_file
-from mpipar.run.files.text import brief
 
 TOKENIZER, SETTINGS, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 # The files of a tokenizer, as transformers looks for them; those that exist are copied.

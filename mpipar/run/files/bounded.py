@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mpipar.config.text import brief, shown
 from mpipar.errors import DataError, UserError
 from mpipar.run.files import no_links
 from mpipar.run.files.recognize import HEAD, recognized
-from mpipar.run.files.text import brief, shown
 
 MOST_BYTES = 1 << 20  # of a file whose reader sets no other limit
 MOST_DEPTH = 32  # nested lists and objects

@@ -7,7 +7,7 @@ import types
 import typing
 from dataclasses import MISSING, fields, is_dataclass
 
-from mpipar.run.files.text import shown
+from mpipar.config.text import shown
 
 
 def built(kind, value, where: str):

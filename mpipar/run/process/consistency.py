@@ -16,8 +16,8 @@ from itertools import groupby
 from pathlib import Path
 
 from mpipar import __version__
+from mpipar.config.text import cut, harmless
 from mpipar.errors import EnvironmentProblem
-from mpipar.run.files.text import cut, harmless
 
 PACKAGE = Path(__file__).resolve().parents[1]
 REFUSED = "refused"  # the fact of a rank that rejected its flags

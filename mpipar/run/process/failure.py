@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mpipar import errors
+from mpipar.config.text import cut, printable
 from mpipar.errors import EXIT_CODES, UserError
 from mpipar.run.files.replace import replace_file
-from mpipar.run.files.text import cut, printable
 from mpipar.run.process.streams import above
 
 MOST_TEXT = 4000  # characters of a sentence in the block: a file's name or a value may be long

@@ -28,9 +28,9 @@ from pathlib import Path
 from mpipar import errors
 from mpipar.comm.launcher import MPICH, Launcher, Mismatch, read_launcher
 from mpipar.comm.objects import all_gather_objects
+from mpipar.config.text import cut
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 from mpipar.run.files import no_links
-from mpipar.run.files.text import cut
 from mpipar.run.process import consistency, failure, limits, lock, mpi
 from mpipar.run.process.environment import COMPARED, chosen_by_user, presets
 from mpipar.run.process.malloc import keep_heap

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.comm.record import Record
+from mpipar.config.text import brief, shown
 from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
@@ -31,7 +32,6 @@ from mpipar.run.console.time_shares import crowded
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import decode_json, open_regular, parse_json, problems_as, read_json
 from mpipar.run.files.replace import replace_file
-from mpipar.run.files.text import brief, shown
 from mpipar.run.trace.clock import CommonClock
 from mpipar.run.trace.contents import (
     LINES,

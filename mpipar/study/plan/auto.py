@@ -7,10 +7,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mpipar.config.layout import matching, sizes_text
-from mpipar.config.reading import ParsedConfig
 from mpipar.config.sections import Config
 from mpipar.errors import UsageError, UserError
 from mpipar.run.console.tables import nbytes
+from mpipar.run.files.settings import ParsedConfig
 from mpipar.run.resolve import resolve
 from mpipar.study.explain.predict import fullest
 from mpipar.study.plan.machine import load_machine

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
+from mpipar.config.text import brief
 from mpipar.errors import DataError, UsageError, broken, suggestion
 from mpipar.run.files.bounded import problems_as, read_toml
-from mpipar.run.files.text import brief
 from mpipar.run.files.typed import built
 
 SHEETS = Path(__file__).parent / "machines"

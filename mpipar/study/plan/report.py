@@ -14,8 +14,8 @@ from mpipar.comm.grid import AXES
 from mpipar.config.layout import sizes_text, typed
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
+from mpipar.config.text import counted
 from mpipar.run.console.tables import WIDTH, short_count, table, table_with_words
-from mpipar.run.files.text import counted
 from mpipar.study.plan.job import Layout, utilization
 from mpipar.study.plan.memory import GIB
 from mpipar.study.plan.model import Step, step_time

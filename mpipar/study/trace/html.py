@@ -16,9 +16,9 @@ from pathlib import Path
 
 from mpipar.comm.record import BUSY
 from mpipar.config.model import model_config
+from mpipar.config.text import counted
 from mpipar.run.console import html, output, series
 from mpipar.run.console.tables import describe_model
-from mpipar.run.files.text import counted
 from mpipar.study.trace.analysis import Analysis, barrier_cells
 
 MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has a few thousand

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.run import SUMS
 from mpipar.errors import UserError
 from mpipar.pipeline.schedules.catalog import SCHEDULES
+from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.resolve import resolve
 
 MOST_RANKS = 4

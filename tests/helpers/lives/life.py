@@ -23,10 +23,10 @@ import numpy as np
 from mpipar import cli
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.launcher import Launcher
-from mpipar.config.reading import ParsedConfig, over, to_toml, values_of
 from mpipar.config.run import PROMPT
+from mpipar.config.text import printable
 from mpipar.errors import UserError
-from mpipar.run.files.text import printable
+from mpipar.run.files.settings import ParsedConfig, over, to_toml, values_of
 from mpipar.run.inference import generate
 from mpipar.run.inference.sampling import Sampling
 from mpipar.run.process.session import AgreedError, Session

@@ -14,14 +14,14 @@ from safetensors.numpy import load_file
 
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.run import TEMPERATURE
+from mpipar.config.text import quoted
 from mpipar.layers.stash import Batch
 from mpipar.models.params import all_params
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.data import rows
-from mpipar.run.files.text import quoted
+from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.inference.sampling import Sampling, best, draw
 from mpipar.run.inputs import prepare
 from mpipar.run.verify import full_tensors, serial_config

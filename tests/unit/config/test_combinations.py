@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from in_process import refusal
 
 from mpipar.config import flags
-from mpipar.config.reading import read
 from mpipar.config.resolve import broken_rules
 from mpipar.errors import EXIT_USAGE, UsageError
 from mpipar.pipeline.csv_format import write_csv
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.run.combinations import RULES
+from mpipar.run.files.settings import read
 from mpipar.run.resolve import schedule_of_file
 
 BY_NAME = {rule.name: rule for rule in RULES}

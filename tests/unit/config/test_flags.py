@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpipar import cli
-from mpipar.config import flags, reading
-from mpipar.config.reading import to_toml, values_of
+from mpipar.config import flags
 from mpipar.config.removed import CONSTANT, REMOVED
 from mpipar.config.resolve import config_problems, resolve
 from mpipar.config.sections import CHOICES, FIELDS, FLAGS, settings
 from mpipar.config.setting import flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.synonyms import EXAMPLES, OTHERWISE, SYNONYMS
+from mpipar.run.files import settings as reading
+from mpipar.run.files.settings import to_toml, values_of
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(tmp_path):
@@ -106,7 +107,7 @@ def test_a_configuration_is_written_with_the_fields_in_force_only():
     written = tomllib.loads(to_toml(resolve(reading_of().config, 1)[0]))
     names = {key.replace("-", "_") for key in written}
     assert {CHOICES[name] for name in names & CHOICES.keys()} == {
-        ("optimizer", "adamw"),
+        ("optimizer", "adamw", "muon"),
         ("zero", 0, 1),
         ("lr_schedule", "cosine", "linear", "wsd"),
     }

@@ -18,8 +18,8 @@ from docs.build.blocks import blocks_of, update
 from mpipar import cli
 from mpipar.comm.launcher import Launcher
 from mpipar.config import flags
-from mpipar.config.reading import read_arguments
 from mpipar.errors import EXIT_CODES, UsageError
+from mpipar.run.files.settings import read_arguments
 from mpipar.run.process.session import Session
 
 PAGES = {str(path): docs_pages.read_page(path) for path in docs_pages.pages()}

@@ -57,7 +57,7 @@ def test_every_floor_is_there():
 
 def test_the_root_holds_little_else_than_folders():
     files = {module for module in SOURCES if "." not in module and not (PACKAGE / module).is_dir()}
-    assert files == {"__init__", "__main__", "cache", "cli", "errors"}
+    assert files == {"__init__", "__main__", "cli", "errors"}
 
 
 @pytest.mark.parametrize("words", [["schedule", "1f1b"], ["--help"], ["train", "--print-config"]])

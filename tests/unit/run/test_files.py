@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from in_process import assert_refused, at_once
 from safetensors.numpy import save, save_file
 
+from mpipar.config.text import harmless, printable, shown
 from mpipar.errors import DataError, UsageError
 from mpipar.run.checkpoint.tensor_file import NUMBERS, entries, open_tensors
 from mpipar.run.files import bounded
 from mpipar.run.files.recognize import recognize
-from mpipar.run.files.text import harmless, printable, shown
 
 MANY = 400_000
 

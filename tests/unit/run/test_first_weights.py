@@ -11,11 +11,11 @@ from in_process import assert_refused, printed
 from one_rank import fresh
 from short_runs import TINY, assert_same_run, ended, prepare, train
 
-from mpipar.config.reading import to_toml
 from mpipar.errors import DataError
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.compared import digest_of_weights
+from mpipar.run.files.settings import to_toml
 from mpipar.run.folder import SOURCES, Sources, folder_problems
 from mpipar.run.resolve import resolve
 from mpipar.run.resume import check_begin, find_start

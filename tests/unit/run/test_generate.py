@@ -21,13 +21,13 @@ from safetensors.numpy import load_file, save_file
 from tokenizers_made import save_like_llama, save_tokenizer
 
 from mpipar.commands import generate
+from mpipar.config.text import harmless
 from mpipar.errors import DataError, UsageError
 from mpipar.ops.mixed_ops import DTYPES
 from mpipar.run import generation as generate_command
 from mpipar.run import inputs
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.data.tokenizer import default_tokenizer, load_tokenizer, tokenizer_of
-from mpipar.run.files.text import harmless
 from mpipar.run.inference.generate import Text
 from mpipar.run.inference.prompts import Prompt, answer, read_prompts, show
 from mpipar.run.inference.sampling import Sampling, draw

@@ -11,12 +11,12 @@ from in_process import alone, assert_refused, printed
 from one_rank import fresh
 from tokenizers_made import save_tokenizer
 
+from mpipar.config.text import harmless
 from mpipar.run.checkpoint.weights import save
 from mpipar.run.data.fingerprint import fingerprint
 from mpipar.run.data.source import load_source
 from mpipar.run.data.token_file import pieces_of
 from mpipar.run.data.tokenizer import FILES, load_tokenizer
-from mpipar.run.files.text import harmless
 
 STORIES = [f"Story {number}: the encoder of object {number * 7}.\n" * 3 for number in range(40)]
 SMALL = (

@@ -13,9 +13,9 @@ from damage import flip
 from in_process import alone, assert_refused, printed
 from program import LETTERS, metrics
 
-from mpipar.config.reading import to_toml, values_of
 from mpipar.errors import UsageError
 from mpipar.run.checkpoint.manifest import read_manifest
+from mpipar.run.files.settings import to_toml, values_of
 from mpipar.run.folder import truncate_after
 from mpipar.run.resolve import resolve
 from mpipar.run.resume import resumed

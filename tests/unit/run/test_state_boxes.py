@@ -13,13 +13,13 @@ from safetensors.numpy import load_file
 from simulated_ranks import on_all
 from state_cases import assert_filled, config_for, loaded, saved, savers_of
 
-from mpipar.config.reading import values_of
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.run.checkpoint import boxes
 from mpipar.run.checkpoint.boxes import within
 from mpipar.run.checkpoint.load import blocks
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
+from mpipar.run.files.settings import values_of
 
 LENGTHS = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from in_process import assert_refused, printed, refusal
 
-from mpipar.config.reading import ParsedConfig, over
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config, build
 from mpipar.errors import UsageError
+from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.resume import resumed
 from mpipar.study.explain.predict import fullest
 from mpipar.study.plan.auto import best_of, legal_layouts, with_best_layout

@@ -11,7 +11,7 @@ from report_cases import data_of
 from trace_cases import blocking, record, span, trace, with_operations
 
 from mpipar.commands.trace import show
-from mpipar.run.files.text import harmless
+from mpipar.config.text import harmless
 from mpipar.study.trace import html, perfetto, pop, waits
 from mpipar.study.trace.analysis import Analysis
 

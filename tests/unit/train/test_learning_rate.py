@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from one_rank import fresh
 
-from mpipar.config.reading import to_toml, values_of
 from mpipar.config.train import TrainConfig
 from mpipar.errors import NonFiniteError
 from mpipar.layers.loss import CrossEntropy
 from mpipar.run.data.rows import Rows
+from mpipar.run.files.settings import to_toml, values_of
 from mpipar.run.resume import resumed
 from mpipar.train.gradsync import GradSync
 from mpipar.train.loss_scale import LossScale

@@ -19,9 +19,9 @@ from mpipar.config.sections import FIELDS, Config, build, in_force, named, not_t
 from mpipar.config.setting import argument, field_problem, flag, kind
 from mpipar.config.sizes import read_bytes
 from mpipar.config.synonyms import EXAMPLES, unknown_word
+from mpipar.config.text import brief, shown
 from mpipar.errors import UsageError
 from mpipar.run.files.bounded import parse_toml, read_toml
-from mpipar.run.files.text import brief, shown
 
 RANKS = re.compile("[0-9]{1,9}")
 KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
