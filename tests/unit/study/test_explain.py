@@ -13,7 +13,7 @@ from program import environment
 
 from mpipar import models
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import TURNS, family, turns
+from mpipar.comm.record import STATE_CHANGES, family, state_change
 from mpipar.config.grid import GridConfig
 from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ModelConfig, model_config
@@ -717,9 +717,10 @@ def is_transpose(forward: list[str], backward: list[str]) -> bool:
     back leaves everything out but the own piece, and sends nothing.
     """
     if not (forward and backward):
-        return all(TURNS[one][1] == "whole" for one in forward + backward)
-    return [TURNS[one] for one in backward] == [
-        (GRADIENT[TURNS[one][1]], GRADIENT[TURNS[one][0]]) for one in reversed(forward)
+        return all(STATE_CHANGES[one][1] == "whole" for one in forward + backward)
+    return [STATE_CHANGES[one] for one in backward] == [
+        (GRADIENT[STATE_CHANGES[one][1]], GRADIENT[STATE_CHANGES[one][0]])
+        for one in reversed(forward)
     ]
 
 
@@ -779,4 +780,4 @@ def test_weights_and_messages_are_transposes_too():
     assert is_transpose([gather], [scatter])
     assert operations(prediction, "F", "activations") == {("send", 1)}
     assert operations(prediction, "I", "gradients") == {("recv", 1)}
-    assert {turns("send"), turns("recv")} == {"moved"}
+    assert {state_change("send"), state_change("recv")} == {"moved"}
