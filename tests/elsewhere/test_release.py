@@ -34,7 +34,7 @@ def run_well(
 
 def copied() -> dict[str, list[str]]:
     """Return what each definition of a container copies into it, from the top of the repository."""
-    docker = (REPOSITORY / "Dockerfile").read_text()
+    docker = (DEPLOY / "Dockerfile").read_text()
     apptainer = (DEPLOY / "apptainer.def").read_text()
     files = re.search(r"^%files\n((?: +\S+ \S+\n)+)", apptainer, re.MULTILINE)
     return {
@@ -76,7 +76,7 @@ def test_containers_copy_what_is_there(name):
 def test_what_containers_install_is_enough(tmp_path):
     install = {
         re.search(r"pip install --no-cache-dir '(.*)'$", path.read_text(), re.MULTILINE)[1]
-        for path in (REPOSITORY / "Dockerfile", DEPLOY / "apptainer.def")
+        for path in (DEPLOY / "Dockerfile", DEPLOY / "apptainer.def")
     }
     assert install == {".[mpich,cpu,text]"}
     for name in copied()["Dockerfile"]:
