@@ -204,7 +204,7 @@ PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
     "init": (Session, "start"),
     "reading the data": (rows, "load"),
     "forward": (LayerNorm, "forward"),
-    "backward": (LayerNorm, "backward_input"),
+    "backward": (LayerNorm, "backward_beside"),
     "send": (MpiTransport, "isend"),
     "receive": (MpiTransport, "irecv"),
     "all-reduce": (MpiTransport, "all_reduce"),
@@ -278,7 +278,7 @@ LATE = {
     "delay": lambda: pause(LayerNorm, "forward", 0.05, is_late_layer),
     "data": lambda: pause(Rows, "train", LATE_SECONDS, lambda _rows, _step, mb: mb == 0),
     "F": lambda: pause(LayerNorm, "forward", LATE_SECONDS / MICROBATCHES, is_late_layer),
-    "B": lambda: pause(LayerNorm, "backward_input", LATE_SECONDS / MICROBATCHES, is_late_layer),
+    "B": lambda: pause(LayerNorm, "backward_beside", LATE_SECONDS / MICROBATCHES, is_late_layer),
     "gc": lambda: pause(
         LayerNorm, "forward", 0, lambda *given: is_late_layer(*given) and collecting()
     ),

@@ -369,7 +369,7 @@ def undisturbed(folder, fault, layout, accepted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "layout"), zip(FAULTS, itertools.cycle(LAYOUTS)))
+@pytest.mark.parametrize(("fault", "layout"), [*zip(FAULTS, itertools.cycle(LAYOUTS))])
 def test_the_late_rank_is_named(tmp_path, layout, fault):
     words = FAULTS[fault].format(stage=int(layout == "pp=2"), layer="block1.norm1")
     analysis = undisturbed(

@@ -71,21 +71,21 @@ def trained(folder, device, *options, ranks=2, env=None):
     return losses(folder / device), weights(folder / device)
 
 
+PAIRED = (
+    "dp=2",
+    "pp=2",
+    "tp=2",
+    "cp=2",
+    "dp=2 --zero 3",
+    "pp=2,tp=2",
+    "dp=2,cp=2 --zero 3",
+    "dp=2,ep=2 --arch mixtral",
+)  # with a type of numbers each
+
+
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    zip(
-        [
-            "dp=2",
-            "pp=2",
-            "tp=2",
-            "cp=2",
-            "dp=2 --zero 3",
-            "pp=2,tp=2",
-            "dp=2,cp=2 --zero 3",
-            "dp=2,ep=2 --arch mixtral",
-        ],
-        itertools.cycle(CLOSE),
-    ),
+    [*zip(PAIRED, itertools.cycle(CLOSE))],
 )
 def test_training_equals_the_cpu(tmp_path, layout, dtype):
     options = ("--layout", *layout.split(), "--dtype", dtype)
