@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
+from mpipar.cache import cache_folder
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops.cache import cache_folder
 from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.ops.signature import Array, Method, shape_of

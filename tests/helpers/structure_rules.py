@@ -11,7 +11,7 @@ from helpers import REPOSITORY
 from mpipar.cli import COMMANDS
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
-FLOORS = """errors ops comm config layers models pipeline train run.files run.process run.data
+FLOORS = """cache errors ops comm config layers models pipeline train run.files run.process run.data
     run.checkpoint run.console run.trace run.inference run study.schedules study.explain
     study.plan study.trace study interconnect study.examples commands cli __main__""".split()
 HOUSES = ("run", "study")  # their folders are floors of their own

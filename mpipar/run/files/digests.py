@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from mpipar.cache import cache_folder
 from mpipar.errors import DataError
-from mpipar.ops.cache import cache_folder
 from mpipar.run.files.bounded import problems_as, read_json
 from mpipar.run.files.replace import replace_file
 

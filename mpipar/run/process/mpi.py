@@ -16,10 +16,10 @@ import sys
 from collections.abc import Collection, Mapping, MutableMapping
 from pathlib import Path
 
+from mpipar.cache import cache_folder
 from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_library, short_name
 from mpipar.comm.objects import all_gather_objects
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops.cache import cache_folder
 from mpipar.run.process import consistency
 from mpipar.run.process.one_rank import OneRank
 

@@ -57,7 +57,7 @@ def test_every_floor_is_there():
 
 def test_the_root_holds_little_else_than_folders():
     files = {module for module in SOURCES if "." not in module and not (PACKAGE / module).is_dir()}
-    assert files == {"__init__", "__main__", "cli", "errors"}
+    assert files == {"__init__", "__main__", "cache", "cli", "errors"}
 
 
 @pytest.mark.parametrize("words", [["schedule", "1f1b"], ["--help"], ["train", "--print-config"]])
@@ -73,6 +73,16 @@ def test_what_needs_no_mpi_does_not_load_it(words):
     result = run_command([sys.executable, "-c", code], LIMIT, environment())
     assert result.returncode == 0, result.tail()
     assert result.stdout.endswith("nothing loaded\n")
+
+
+@pytest.mark.parametrize("name", ["train", "generate", "verify", "net", "doctor"])
+def test_numpy_is_not_loaded_before_its_threads_are_set(name):
+    """Otherwise BLAS takes all cores in each rank: ten times slower where ranks share cores."""
+    code = ("import sys, mpipar.__main__, mpipar.cli\n"
+            f"mpipar.cli.command_of('{name}')\n"
+            "assert 'numpy' not in sys.modules\n")  # fmt: skip
+    result = run_command([sys.executable, "-c", code], LIMIT, environment())
+    assert result.returncode == 0, result.tail()
 
 
 LAYER = """
