@@ -13,8 +13,7 @@ import numpy as np
 from mpipar.config.text import counted
 from mpipar.errors import UsageError
 from mpipar.run.console.tables import nbytes
-from mpipar.run.process import gpus
-from mpipar.run.process.blas import processor
+from mpipar.run.process import blas, gpus
 from mpipar.run.process.environment import host_name
 
 COPY_BYTES, UNKNOWN_CACHE = 64 << 20, 32 << 20
@@ -103,7 +102,7 @@ def place_fact(ops: Any) -> dict[str, Any]:
     return own | {
         "host": host_name(os.environ),
         "cores": cores,
-        "cpu": processor()[0] or platform.machine(),
+        "cpu": blas.processor()[0] or platform.machine(),
         "cards": cards(),
         "huge_pages": huge_pages(),
     }
