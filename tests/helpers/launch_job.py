@@ -145,7 +145,9 @@ def main(argv, session):
         session.use_folder(folder)
     session.where = (lambda: 1 / 0) if how == "reporting-fails" else lambda: "step 17"
     if how == "ranks-leave-with-different-codes":
-        return 1 if world.Get_rank() == 2 else 0
+        code = session.leave_mpi(1 if rank == 2 else 0)
+        assert code == 1, code  # on every rank; a launcher would hide it
+        return code
     if how == "agree-one":
         return session.agree(lambda: fail_with(DataError("missing")) if world.Get_rank() else 3)
     if how == "agree-all":
