@@ -67,7 +67,7 @@ def run(context: Context) -> int:
                 with session.stop_on_request(training.meeting()):
                     try:
                         training.loop()
-                    except (NonFiniteError, DriftError):  # raised on all ranks
+                    except (NonFiniteError, DriftError):  # on all ranks of a step
                         write_report()
                         raise
                     if training.is_complete():
