@@ -35,7 +35,7 @@ from mpipar.ops import make
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.inference.generate import Text, generate
 from mpipar.run.inference.sampling import Sampling
-from mpipar.run.process.one_rank import OneRank
+from mpipar.run.process.mpi import OneRank
 
 TOLERANCE = 1e-4  # of the largest logit: how much likelier another token may be
 

@@ -27,7 +27,7 @@ from mpipar.ops import make
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.functions import FUNCTIONS, MEMORY, Ops
 from mpipar.ops.signature import Function
-from mpipar.run.process.one_rank import OneRank
+from mpipar.run.process.mpi import OneRank
 
 DTYPES = ("bfloat16", "float16", "float32")
 CASES = (  # flags of a model: what is new in it

@@ -30,7 +30,7 @@ from mpipar.ops import make_for
 from mpipar.ops.cuda.gemm import BlasGemm
 from mpipar.ops.functions import MEMORY, Ops
 from mpipar.ops.signature import Function
-from mpipar.run.process.one_rank import OneRank
+from mpipar.run.process.mpi import OneRank
 from mpipar.study.explain.predict import predict
 
 WARM_UP, PRODUCT, COPY_BYTES = 3, 8192, 1 << 30

@@ -140,7 +140,7 @@ def made(args, start, how: dict):
     from bench.step.torch_decoder import TorchDecoder
     from bench.training import worker_of
     from mpipar.ops import make
-    from mpipar.run.process.one_rank import OneRank
+    from mpipar.run.process.mpi import OneRank
 
     config = configure(args, {}, 1)
     ours = worker_of(config, OneRank("none is needed"), make("cpu", "float32"))

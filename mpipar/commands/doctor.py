@@ -15,7 +15,6 @@ from mpipar.config.setting import switch
 from mpipar.errors import EXIT_OK, broken
 from mpipar.run.process import blas, consistency, gpus, limits, mpi, self_test
 from mpipar.run.process.consistency import ranges
-from mpipar.run.process.one_rank import OneRank
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ def tested(world, deep: bool) -> dict:
 
     Comm: that of `timed_test`, and of `long_messages`.
     """
-    if isinstance(world, OneRank):
+    if isinstance(world, mpi.OneRank):
         return {}
     wrong, tested_ms = self_test.timed_test(world)
     return {
@@ -122,7 +121,7 @@ def job_lines(session, facts: list[dict]) -> list[str]:
         ("MPI library", mpi.library_name(session.world)),
         ("launcher", session.launcher.name or "none (one process)"),
         ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),
-        *([] if isinstance(session.world, OneRank) else library_rows(facts)),
+        *([] if isinstance(session.world, mpi.OneRank) else library_rows(facts)),
         ("BLAS", ", ".join(facts[0]["blas"]) or "not seen"),
         ("BLAS threads", f"{facts[0]['threads']} per rank"),
         ("limits", facts[0]["limits"]),

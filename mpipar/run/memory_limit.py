@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import resource
 import traceback
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import prod
 
 from threadpoolctl import threadpool_limits
@@ -18,8 +18,8 @@ from threadpoolctl import threadpool_limits
 from mpipar.comm.record import source_line
 from mpipar.errors import OutOfMemory
 from mpipar.run.console.tables import nbytes
+from mpipar.run.process.environment import give_back_heap, keep_heap
 from mpipar.run.process.failure import NO_THREAD
-from mpipar.run.process.malloc import give_back_heap, keep_heap
 
 # What a process takes after its start besides the model's arrays: thread stacks, Python objects,
 # scratch tiles.
@@ -39,29 +39,21 @@ def memory_limit(config, ops):
     budget = config.run.memory_limit
     left = "this host has no more" if budget is None else f"less is left of --memory-limit {budget}"
     try:
-        if budget is None:
+        with ExitStack() as taken_back:
+            if budget is not None and ops.device == "cuda":
+                pool = ops.xp.get_default_memory_pool()
+                taken_back.callback(pool.set_limit, size=0)  # none
+                pool.set_limit(size=budget)
+            elif budget is not None:
+                _limit_data(ops, budget, taken_back)
             yield
-        else:
-            with (_pool_limit if ops.device == "cuda" else _data_limit)(ops, budget):
-                yield
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and str(error) != NO_THREAD:
             raise
         raise OutOfMemory(f"out of memory: {wanted(error)}, but {left}; {LESS}") from error
 
 
-@contextmanager
-def _pool_limit(ops, budget: int):
-    pool = ops.xp.get_default_memory_pool()
-    pool.set_limit(size=budget)
-    try:
-        yield
-    finally:
-        pool.set_limit(size=0)  # none
-
-
-@contextmanager
-def _data_limit(ops, budget: int):
+def _limit_data(ops, budget: int, taken_back: ExitStack) -> None:
     # The first product makes BLAS allocate its own buffers. It runs before the limit is set, so
     # that they do not count.
     warm = ops.zeros((512, 512), label="buffers")
@@ -71,15 +63,11 @@ def _data_limit(ops, budget: int):
     limit = data_bytes() + budget + RESERVE_BYTES
     # With more threads OpenBLAS allocates for each product, and if it cannot, it ends the process
     # without saying why.
-    with threadpool_limits(1, "blas"):
-        resource.setrlimit(
-            resource.RLIMIT_DATA, (limit if hard < 0 else min(limit, hard), hard)
-        )  # -1: no limit
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
-            keep_heap()
+    taken_back.enter_context(threadpool_limits(1, "blas"))
+    taken_back.callback(keep_heap)
+    taken_back.callback(resource.setrlimit, resource.RLIMIT_DATA, (before, hard))
+    limit = limit if hard < 0 else min(limit, hard)  # -1: no limit
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def data_bytes() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -12,8 +11,8 @@ from time import perf_counter
 from mpipar.comm.grid import Grid
 from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import Recorder
-from mpipar.config.run import trace_steps, traced_steps
-from mpipar.config.text import one_line
+from mpipar.config.run import TEMPERATURE, trace_steps, traced_steps
+from mpipar.config.text import one_line, quoted
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
@@ -25,7 +24,7 @@ from mpipar.errors import (
 )
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline.check import check
-from mpipar.run import finish, resume
+from mpipar.run import resume
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.save import Saver
 from mpipar.run.console import tables as console
@@ -36,6 +35,8 @@ from mpipar.run.console.progress import SECONDS, watched
 from mpipar.run.console.tensorboard import Events, tensorboard_problems
 from mpipar.run.console.time_shares import crowded
 from mpipar.run.data import rows
+from mpipar.run.data.bigram import bigram_loss
+from mpipar.run.data.tokenizer import BYTE_VOCABULARY
 from mpipar.run.files.settings import to_toml
 from mpipar.run.folder import (
     CHECKPOINTS,
@@ -48,6 +49,8 @@ from mpipar.run.folder import (
     truncate_after,
     write_result,
 )
+from mpipar.run.inference.generate import continue_one
+from mpipar.run.inference.sampling import Sampling
 from mpipar.run.inputs import prepare
 from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
@@ -120,14 +123,14 @@ class Run:
     def open_files(self):
         """Open log.txt on world rank 0; the files opened inside the block close with it."""
         with ExitStack() as self.files:
-            self.log = Log(self.world.rank, self.open_file(LOG))
+            self.log = Log(self.world.rank, *self.opened(LOG))
             yield
 
-    def open_file(self, name):
-        """Return a file of the run folder for appending, on world rank 0; None elsewhere."""
+    def opened(self, name) -> list[GrowingFile]:
+        """Return a file of the run folder for appending, on world rank 0; none elsewhere."""
         if self.world.rank > 0:
-            return None
-        return self.files.enter_context(closing(GrowingFile(self.folder, name)))
+            return []
+        return [self.files.enter_context(closing(GrowingFile(self.folder, name)))]
 
     def describe(self, predicted) -> None:
         """Print layout and memory, before anything is allocated.
@@ -175,13 +178,13 @@ class Run:
         self.tracer = Tracer(self.worker, self.world, self.folder, traced, timed_ops)
         # Every rank has the same axes, even if it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.groups]
-        metrics, evaluations = map(self.open_file, (METRICS, EVALUATIONS))
-        events = None
+        metrics, self.evaluations = self.opened(METRICS), self.opened(EVALUATIONS)
+        self.growing = [*metrics, *self.evaluations]
         if config.run.tensorboard and self.log.speaks:
             events = self.files.enter_context(closing(Events(self.folder, self.first)))
-        self.growing = [one for one in (metrics, evaluations, events) if one is not None]
-        self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics, events)
-        self.evaluations = evaluations, events
+            for files in (self.growing, metrics, self.evaluations):
+                files.append(events)
+        self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics)
         held_out = rows.evaluated(self.inputs.held_out, config)
         self.held_out = rows.Rows(self.worker.ops, held_out, config, self.grid)
         self.saver = Saver(
@@ -292,13 +295,13 @@ class Run:
         if not self.memory.after_step(stops):  # a step whose memory is watched takes longer
             self.durations = [*self.durations[-50:], result.step_seconds]
         seconds = median(self.durations or [result.step_seconds])
-        line, now = None, perf_counter()
+        line, now = [], perf_counter()
         if step % run.log_interval == 0 or step == self.first or stops:
-            line = (self.flush() or [None])[-1]
+            line = self.flush()[-1:]
         elif self.log.speaks and now - self.shown >= SECONDS:
-            line = self.metrics.newest()  # without asking the other ranks for theirs
+            line = [self.metrics.newest()]  # without asking the other ranks for theirs
         if line:
-            self.log.step(console.step_line(steps, line, seconds), stops)
+            self.log.step(console.step_line(steps, line[0], seconds), stops)
             self.shown = now
         self.log.status(console.status(result, self.worker.num_tokens / seconds))
 
@@ -315,13 +318,13 @@ class Run:
             self.replicas.check(step)
             self.metrics.skip()
 
-    def flush(self) -> list[dict] | None:
-        """Write the lines of metrics that are due, and report skipped steps.
+    def flush(self) -> list[dict]:
+        """Write the lines of metrics that are due, report skipped steps, and return the lines.
 
         Comm: that of `Metrics.flush`.
         """
         lines = self.metrics.flush(self.worker.comms.mpi_inner)
-        for text in console.skipped_steps(lines or []):
+        for text in console.skipped_steps(lines):
             self.log(text)
         return lines
 
@@ -340,11 +343,8 @@ class Run:
         loss, count = self.worker.evaluate(self.held_out)
         seconds = perf_counter() - start
         line = {"step": step, "held_out_loss": loss, "tokens": count, "seconds": seconds}
-        file, events = self.evaluations
-        if file is not None:
-            file.write(json.dumps(line) + "\n")
-        if events is not None:
-            events.add(line)
+        for file in self.evaluations:
+            file.add(line)
         if step < self.config.train.steps:
             self.log(
                 f"step {step}: held-out loss {loss:.4f} nats per token over {count:,}"
@@ -460,15 +460,42 @@ class Run:
             tokens = self.worker.num_tokens * steps
             trained = f" (trained on {tokens:,} tokens{after} in {self.seconds:.1f} s)"
         self.log(f"\nheld-out loss {found}{trained}")
-        finish.show_text(self.worker, self.inputs, self.log)
+        self.show_text()
         if self.log.speaks:
             self.keep_folder()
             write_result(self.folder, {"step": self.last, "held_out_loss": loss})
         code = self.session.leave_mpi(EXIT_OK)
         if self.log.speaks:
-            finish.compare_with_bigrams(self.inputs, loss, count, self.log)
+            self.compare_with_bigrams(loss, count)
         self.state = f"ended after step {self.last}"
         weights = "weights, checkpoints, " if self.last else ""
         files = f"{weights}metrics, report.html, config.toml and log.txt"
         self.last_words = f"{files} are in {self.folder}"
         return code
+
+    def show_text(self) -> None:
+        """Print text that continues the prompt. Comm: generation."""
+        run, decode = self.config.run, self.inputs.tokenizer.decode
+        if run.sample_tokens:
+            prompt = self.inputs.prompt or [int(token) for token in self.inputs.held_out[:1]]
+            end = self.inputs.tokenizer.end
+            sampling = Sampling(
+                run.sample_tokens, TEMPERATURE, run.seed, stop=() if end is None else (end,)
+            )
+            text = list(continue_one(self.worker, prompt, sampling))
+            self.log(f"\ntext generated from {decode(prompt)!r}:")
+            self.log(quoted(decode([*prompt, *text])))
+
+    def compare_with_bigrams(self, loss: float, count: int) -> None:
+        """Print the loss of a bigram model of bytes on the same split, beside that of the decoder.
+
+        It takes long for much text, so no rank may wait for it.
+        """
+        inputs, vocab_size = self.inputs, self.config.model.vocab_size
+        # With more ids, a table of pairs would fill the memory.
+        if inputs.tokenizer.is_bytes and vocab_size <= BYTE_VOCABULARY:
+            bar = bigram_loss(inputs.train_part, inputs.held_out[: count + 1], vocab_size)
+            self.log(
+                f"\nbyte-bigram model of the same split: {bar:.4f}; the decoder is"
+                f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}"
+            )

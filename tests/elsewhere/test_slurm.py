@@ -58,28 +58,6 @@ def submit(cluster: SlurmCluster, folder: Path, venv: str, *flags: str):
     return cluster.finish(typed, timeout=120.0)
 
 
-def test_ranks_see_each_other_across_nodes(cluster, tmp_path):
-    program = (
-        "import os; from mpi4py import MPI; w = MPI.COMM_WORLD\n"
-        "nodes = w.gather(os.environ['SLURMD_NODENAME'])\n"
-        "if w.rank == 0: print(w.size, *nodes)"
-    )
-    step = ["srun", "--mpi=pmi2", sys.executable, "-c", program]
-    result = cluster.finish(
-        lambda: cluster.submit(
-            "--nodes=2",
-            "--ntasks-per-node=2",
-            f"--output={tmp_path}/job.log",
-            "--wrap",
-            shlex.join(step),
-            cwd=tmp_path,
-        ),
-        timeout=60.0,
-    )
-    assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
-    assert result.output.split() == ["4", "n1", "n1", "n2", "n2"]
-
-
 @pytest.mark.parametrize("then", ["sleep 60", "exit 143"])
 def test_a_job_that_slurm_cut_off_is_started_again(cluster, tmp_path, then):
     first = f"mkdir {tmp_path}/once && echo 'slurmstepd-n1: error: {CUT_REQUEST}' && {then}"
@@ -164,17 +142,6 @@ def test_missing_environment_is_named(cluster, tmp_path):
     result = submit(cluster, tmp_path, f"{tmp_path}/nothing")
     assert (result.state, result.exit_code) == ("FAILED", 69), result.output
     assert "MPIPAR_VENV" in result.output
-
-
-def test_submitted_from_elsewhere(cluster, tmp_path):
-    result = cluster.finish(
-        lambda: cluster.submit(
-            f"--output={tmp_path}/job.log", str(REPOSITORY / "slurm" / "train.sbatch"), cwd=tmp_path
-        ),
-        timeout=60.0,
-    )
-    assert (result.state, result.exit_code) == ("FAILED", 2), result.output
-    assert "from the top of the repository" in result.output
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import types
 
-from mpipar.run.process.one_rank import OneRank
+from mpipar.run.process.mpi import OneRank
 
 ONE = OneRank("none is needed")
 SESSION = types.SimpleNamespace(

@@ -223,7 +223,6 @@ WAYS = {
     "usr1": kill(signal.SIGUSR1),
     "hangup": kill(signal.SIGHUP),
     "leave": lambda: ctypes.CDLL(None).exit(0),
-    "segv": kill(signal.SIGSEGV),
 }
 STOPS = {  # where rank 1 stops outside the steps of a training run
     "stopped-start": (mpi, "initialize"),
@@ -296,14 +295,7 @@ LATE = {
 BENCH = {  # what happens at the end of an all-reduce, given its array and how many there were
     "wrong": lambda x, calls: x[-1:].__iadd__(1),
     "stall": lambda x, calls: calls > 5 and time.sleep(600),  # after the check and the warm-up
-    "straggler": lambda x, calls: at_work(5e-3),  # more than another process may hold a core for
 }
-
-
-def at_work(seconds):
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
 
 
 def go_wrong(place, how, rank):

@@ -20,7 +20,7 @@ from mpipar.comm.launcher import Launcher
 from mpipar.errors import UserError
 from mpipar.run.process import failure, mpi
 from mpipar.run.process import session as job_session
-from mpipar.run.process.one_rank import OneRank
+from mpipar.run.process.mpi import OneRank
 from mpipar.run.process.session import Session
 
 

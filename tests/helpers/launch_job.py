@@ -70,19 +70,10 @@ def fail_under_a_slow_launcher(session):
         raise OutputError("disk full")
 
 
-def end_unheard(how, world):
-    """End rank 1, or the only one, by a signal or by a library's exit()."""
-    if world.Get_rank() == world.Get_size() // 2:
-        if how == "leave":
-            ctypes.CDLL(None).exit(0)
-        os.kill(os.getpid(), int(how.removeprefix("kill-")))
-    no_return(world)
-
-
 def go_wrong(how, session, world):
     rank = world.Get_rank()
-    if how == "leave" or how.startswith("kill-"):
-        end_unheard(how, world)
+    if how == "leave" and rank == world.Get_size() // 2:
+        ctypes.CDLL(None).exit(0)
     if how == "two":
         world.Barrier()
         if rank == 1:
@@ -104,13 +95,13 @@ def go_wrong(how, session, world):
             raise ValueError("a defect")
         if how == "user-error":
             raise OutputError("disk full")
-        if how.startswith("exit-"):
-            sys.exit(int(how[5:]))
-        if how.startswith("thread") or how == "single-threaded":
-            daemon = how != "thread-that-is-no-daemon"
-            threading.Thread(
-                target=fail_with, args=(ValueError("a defect"),), name="helper", daemon=daemon
-            ).start()
+        if how == "exit-0":
+            sys.exit(0)
+        if how == "segv":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if how in ("thread", "single-threaded"):
+            defect = ValueError("a defect")
+            threading.Thread(target=fail_with, args=(defect,), name="helper", daemon=True).start()
             time.sleep(600)
     no_return(world)
 

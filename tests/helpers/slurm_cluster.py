@@ -46,12 +46,10 @@ def missing_programs() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class JobResult:
-    """How a batch job ended: SLURM's state, the script's exit code and signal, its output."""
+    """How a batch job ended: SLURM's state, the script's exit code, its output."""
 
-    job_id: int
     state: str
     exit_code: int
-    signal: int
     output: str
 
 
@@ -113,8 +111,8 @@ class SlurmCluster:
             if CUT_REQUEST not in job_output(fields) or start == MOST_STARTS:
                 break
             Path(fields["StdOut"]).unlink()  # the next job may write the same file, but later
-        code, signal_number = (int(part) for part in fields["ExitCode"].split(":"))
-        return JobResult(job_id, fields["JobState"], code, signal_number, job_output(fields))
+        code = int(fields["ExitCode"].split(":")[0])
+        return JobResult(fields["JobState"], code, job_output(fields))
 
     def wait_for_job(self, job_id: int, timeout: float) -> dict[str, str]:
         """Return the fields of a job that has ended; one whose request was cut is cancelled."""

@@ -183,14 +183,6 @@ def test_the_table_names_field_ranks_and_values():
     ]
 
 
-def test_a_field_that_a_rank_lacks_is_left_out_unless_it_is_refused():
-    lines = consistency.differences([{"a": "1", "b": "x"}, {"refused": "--y: unknown flag"}])
-    assert [line.split(maxsplit=2) for line in lines[1:]] == [
-        ["refused", "0", "nothing"],
-        ["refused", "1", "--y: unknown flag"],
-    ]
-
-
 def test_one_byte_of_the_source_changes_the_version(tmp_path, monkeypatch):
     monkeypatch.setattr(consistency, "PACKAGE", tmp_path)
     (tmp_path / "one.py").write_text("x = 1\n")
@@ -231,19 +223,16 @@ def test_a_file_is_read_once_until_it_changes(tmp_path, cache, monkeypatch):
     assert reads
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"file": "x"}', "\0"])
-def test_what_is_damaged_in_the_cache_is_not_believed(content, tmp_path, cache):
+@pytest.mark.parametrize("content", ["", "[]", '{"file": "x"}'])
+def test_what_is_damaged_in_the_cache_is_not_believed(content, tmp_path, cache, monkeypatch):
     (tmp_path / "f").write_bytes(b"abc")
     first = digest(tmp_path / "f")
     (kept,) = cache.iterdir()
     kept.write_text(content)
     assert digest(tmp_path / "f") == first
-
-
-def test_a_file_that_was_just_written_is_read_again(tmp_path, cache, monkeypatch):
-    monkeypatch.setattr(digests, "SETTLED", 10**12)
-    (tmp_path / "f").write_bytes(b"abc")
-    digest(tmp_path / "f")
+    kept.unlink()
+    monkeypatch.setattr(digests, "SETTLED", 10**12)  # it was just written, and may be again
+    assert digest(tmp_path / "f") == first
     assert not list(cache.iterdir())
 
 
@@ -269,17 +258,6 @@ def found(path):
     return arrays, fingerprint(
         arrays, {piece.file.name: piece.sha256 for piece in pieces_of(arrays)}
     )
-
-
-def test_the_fingerprint_sees_every_byte():
-    tokens = np.arange(100, dtype=np.uint16)
-    first = fingerprint([tokens[:60], tokens[60:]], {})
-    assert first == fingerprint([tokens], {})
-    assert (first["length"], first["dtype"]) == (100, "uint16")
-    for place in (0, 59, 60, 99):
-        other = tokens.copy()
-        other[place] += 1
-        assert fingerprint([other[:60], other[60:]], {}) != first
 
 
 def test_the_fingerprint_of_a_large_token_file_sees_every_byte(tmp_path):

@@ -39,7 +39,6 @@ def started(folder, ranks, *words, program=PROGRAM):
 @pytest.mark.parametrize(
     ("ranks", "sign"),
     [
-        (1, signal.SIGINT),
         (3, signal.SIGINT),
         (1, signal.SIGHUP),
         pytest.param(2, signal.SIGUSR1, marks=fault(27, "SIGUSR1 to the launcher", 75)),
@@ -59,12 +58,11 @@ def test_in_training_the_run_ends_with_its_weights(ranks, sign, text_folder):
     assert result.returncode == 0, result.tail()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_after_training_the_weights_are_there_already(ranks, tmp_path):
+def test_after_training_the_weights_are_there_already(tmp_path):
     """Evaluation of a long text takes longer than the training; no trained weight is lost."""
     (tmp_path / "text.txt").write_text("a long text, again and again. " * 100_000)
     path = tmp_path / "run" / "weights" / "model.safetensors"
-    with started(tmp_path, ranks, "--steps", "2") as job:
+    with started(tmp_path, 2, "--steps", "2") as job:
         job.wait_until(path.exists)
         time.sleep(0.3)
         assert job.interrupt(limit=QUICK) == 75, job.output()

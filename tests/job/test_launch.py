@@ -38,8 +38,6 @@ def launch(num_ranks, *argv):
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
-        ("exception", 70, ["ValueError: a defect", "rank 1 of 3", "step 17", "launch_job.py"]),
-        ("exit-3", 70, ["sys.exit(3)", "rank 1 of 3"]),
         ("exit-0", 70, ["sys.exit(0)", "rank 1 of 3"]),
         ("user-error", 74, ["disk full", "rank 1 of 3", "step 17"]),
         pytest.param(
@@ -48,7 +46,6 @@ def launch(num_ranks, *argv):
             ["ValueError: a defect", "rank 1 of 3", "thread helper"],
             marks=fault(26, "an exception in a helper thread", 70),
         ),
-        ("thread-that-is-no-daemon", 70, ["ValueError: a defect", "thread helper"]),
         pytest.param(
             "single-threaded",
             70,
@@ -65,7 +62,8 @@ def test_failure_on_one_rank_ends_the_job(how, code, words):
 
 
 def test_failing_rank_leaves_a_record_in_the_run_folder(tmp_path):
-    result = launch(2, "exception", str(tmp_path))
+    result = launch(3, "exception", str(tmp_path))
+    block_of(result, 70, "ValueError: a defect", "rank 1 of 3", "step 17", "launch_job.py")
     record = tmp_path / "errors" / "rank-1.json"
     assert str(record) in result.stderr
     content = json.loads(record.read_text())
@@ -76,10 +74,8 @@ def test_failing_rank_leaves_a_record_in_the_run_folder(tmp_path):
     assert list((tmp_path / "tmp").glob("mpipar*")) == []
 
 
-@pytest.mark.parametrize("attempt", range(4))
-def test_two_ranks_failing_differently_at_once_give_one_code(attempt, tmp_path):
-    folder = [str(tmp_path)] if attempt % 2 else []
-    code, block = one_block(launch(4, "two", *folder))
+def test_two_ranks_failing_differently_at_once_give_one_code(tmp_path):
+    code, block = one_block(launch(4, "two", str(tmp_path)))
     assert code in (70, 74)
     assert ("rank 1 of 4" if code == 74 else "rank 2 of 4") in block
 
@@ -123,10 +119,8 @@ def test_what_ends_every_rank_is_told_once():
     block_of(launch(4, "all"), 70)
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSEGV])
-def test_the_launcher_says_which_signal_has_killed_a_rank(sign):
-    """SIGKILL is how a system ends a process when memory runs out."""
-    killed_by(launch(3, f"kill-{sign}"), sign)
+def test_the_launcher_says_which_signal_has_killed_a_rank():
+    killed_by(launch(3, "segv"), signal.SIGSEGV)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -138,20 +132,6 @@ def test_a_library_that_exits_while_it_starts_is_reported_with_what_may_differ()
     block = block_of(launch(2, "leave-in-start"), 69, "a library called exit()", "MPI is starting")
     assert "the same on all ranks? here: " in block
     assert "MPIR_CVAR_POLLS_BEFORE_YIELD=1" in block, "as the tests set it"
-
-
-def test_installed_console_script_is_guarded(tmp_path):
-    """A defect is put into one rank from outside the package."""
-    script = Path(sys.executable).with_name("mpipar")
-    command = [str(script)] if script.exists() else [sys.executable, "-m", "mpipar"]
-    (tmp_path / "sitecustomize.py").write_text(
-        "import os, sys\n"
-        "if os.environ.get('PMI_RANK', os.environ.get('OMPI_COMM_WORLD_RANK')) == '1':\n"
-        "    import mpipar.comm.objects as gather\n"
-        "    gather.gather_objects = lambda *facts: 1 / 0\n"
-    )
-    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    block_of(run_ranks(3, [*command, "doctor"], LIMIT, env), 70, "ZeroDivisionError")
 
 
 # --- Ctrl-C
@@ -183,7 +163,7 @@ needs_hydra = pytest.mark.skipif(
 
 @pytest.mark.parametrize(
     ("target", "sign"),
-    [("launcher", signal.SIGINT), ("rank", signal.SIGINT), ("rank", signal.SIGTERM)],
+    [("launcher", signal.SIGINT), ("rank", signal.SIGTERM)],
 )
 def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
     """It also holds while a rank waits in MPI."""
@@ -201,14 +181,7 @@ def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
 @needs_hydra
 @pytest.mark.parametrize(
     ("target", "sign"),
-    [
-        ("launcher", signal.SIGINT),
-        ("rank", signal.SIGINT),
-        ("launcher", signal.SIGTERM),
-        ("rank", signal.SIGHUP),
-        ("launcher", signal.SIGUSR1),
-        ("rank", signal.SIGUSR1),
-    ],
+    [("launcher", signal.SIGTERM), ("rank", signal.SIGINT), ("rank", signal.SIGUSR1)],
 )
 def test_a_signal_in_a_loop_stops_all_ranks_at_the_same_step(target, sign, tmp_path):
     with up(3, "stop", tmp_path) as (job, ranks):
@@ -292,10 +265,9 @@ def test_only_one_of_them_tells():
     assert result.stderr == ""
 
 
-def test_one_process_in_a_batch_script_or_without_launcher_is_fine():
+def test_one_process_in_a_batch_script_is_fine():
     batch = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_NPROCS": "4"}
-    assert alone(**batch).returncode == 0
-    assert alone().returncode == 0
+    alone(**batch).ended()
 
 
 @fault(35, "a launcher of another MPI library", 69)
@@ -344,7 +316,6 @@ SMALL = (
     ([*SMALL, "--seed", "1"], [*SMALL, "--seed", "2", "--lr", "0.1"],
      ["--seed 0 1", "--seed 1 2", "--lr 0 0.003", "--lr 1 0.1"]),
     (SMALL, [*SMALL, "--sede", "2"], ["refused 0 nothing", "refused 1 --sede: unknown flag"]),
-    (SMALL, [*SMALL, "--seed"], ["refused 0 nothing", "refused 1 argument --seed: expected"]),
     (SMALL, ["doctor"], ["command 0 train", "command 1 doctor"]),
 ])  # fmt: skip
 def test_ranks_that_differ_end_before_the_first_step(first, second, rows, text_folder):

@@ -166,27 +166,24 @@ def config_of(budget=None, **parts):
     return replace(config, run=replace(config.run, memory_limit=budget), **parts)
 
 
-def test_the_limit_is_taken_back():
+def threads():
+    return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
+
+
+def test_the_limit_and_the_thread_of_products_are_taken_back():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     ops = ops_module.make("cpu", "float32")
-    with memory_limit(config_of(64 << 20), ops):
-        # 16 MiB beside the budget are for the rest of the process
-        limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
-        assert limit == pytest.approx(data_bytes() + (80 << 20), abs=4 << 20)
-        np.ones(32 << 20, np.uint8)
-        with pytest.raises(MemoryError):
-            np.ones(128 << 20, np.uint8)
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
-
-
-def test_products_take_one_thread_inside_the_limit():
-    def threads():
-        return {pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"}
-
     with threadpool_limits(2, "blas"):
-        with memory_limit(config_of(64 << 20), ops_module.make("cpu", "float32")):
-            assert threads() == {1}
+        with memory_limit(config_of(64 << 20), ops):
+            # 16 MiB beside the budget are for the rest of the process
+            limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+            assert limit == pytest.approx(data_bytes() + (80 << 20), abs=4 << 20)
+            np.ones(32 << 20, np.uint8)
+            with pytest.raises(MemoryError):
+                np.ones(128 << 20, np.uint8)
+            assert threads() == {1}, "a product of more takes memory of its own"
         assert threads() == {2}
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_without_a_limit_the_array_is_named():

@@ -4,8 +4,6 @@ Ranks keep their own numbers and gather them only when lines are due, so measuri
 to a step.
 """
 
-import json
-
 import numpy as np
 
 from mpipar.comm.objects import gather_numbers
@@ -13,14 +11,14 @@ from mpipar.comm.record import Sums
 
 
 class Metrics:
-    """Collects steps; `flush` gathers them on world rank 0, which writes the lines to `file`.
+    """Collects steps; `flush` gathers them on world rank 0, which adds the lines to its files.
 
-    axes: names of the groups that exist. file: a `GrowingFile` on world rank 0, None elsewhere.
-    events: `Events` that receive the lines too, or None.
+    axes: names of the groups that exist. files: a `GrowingFile` and perhaps `Events` on world
+    rank 0, none elsewhere.
     """
 
-    def __init__(self, recorder, axes, tokens_per_step, file=None, events=None):
-        self.recorder, self.axes, self.file, self.events = recorder, list(axes), file, events
+    def __init__(self, recorder, axes, tokens_per_step, files=()):
+        self.recorder, self.axes, self.files = recorder, list(axes), files
         self.tokens_per_step = tokens_per_step
         self.before = self._totals()
         self.steps, self.numbers = [], []
@@ -42,22 +40,21 @@ class Metrics:
         self.numbers.append(np.append((now - self.before).ravel(), result.step_seconds))
         self.before = now
 
-    def flush(self, mpi_inner) -> list[dict] | None:
+    def flush(self, mpi_inner) -> list[dict]:
         """Write the collected steps; return their objects on the first rank, of each island.
 
         Comm: one Gather over the ranks that take a step together, without a record; all of them
         must call it at the same step.
         """
         if not self.steps:
-            return [] if self.file else None
+            return []
         stacked = gather_numbers(mpi_inner, np.array(self.numbers))  # (ranks, steps, numbers)
-        objects = None
+        objects = []
         if stacked is not None:
             objects = [self._object(step, stacked[:, i]) for i, step in enumerate(self.steps)]
-            if self.file is not None:
-                self.file.write("".join(json.dumps(line) + "\n" for line in objects))
-            for line in objects if self.events else []:
-                self.events.add(line)
+        for file in self.files:
+            for line in objects:
+                file.add(line)
         self.steps, self.numbers = [], []
         return objects
 

@@ -1,5 +1,6 @@
 """Output of a run: its log, files written on request, and files that grow with the run."""
 
+import json
 import os
 import sys
 from contextlib import contextmanager
@@ -46,6 +47,10 @@ class GrowingFile:
         with self._refusals_are_said():
             while self.pending:
                 self.pending = self.pending[self.file.write(self.pending) :]
+
+    def add(self, line: dict) -> None:
+        """Append an object as a line of JSON."""
+        self.write(json.dumps(line) + "\n")
 
     def sync(self) -> str:
         """Sync what was written to disk; return what the user should know, or "".

@@ -32,9 +32,7 @@ from mpipar.config.text import cut
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 from mpipar.run.files import no_links
 from mpipar.run.process import consistency, failure, limits, lock, mpi
-from mpipar.run.process.environment import COMPARED, chosen_by_user, presets
-from mpipar.run.process.malloc import keep_heap
-from mpipar.run.process.one_rank import OneRank
+from mpipar.run.process.environment import COMPARED, chosen_by_user, keep_heap, presets
 from mpipar.run.process.self_test import check_reductions
 from mpipar.run.process.signals import Interruptible, later, listen
 from mpipar.run.process.streams import open_closed, warn
@@ -98,7 +96,7 @@ class Session(Interruptible):
         self.world = mpi.start(self.launcher)
         self.starting = False
         mpi.check_environment(self.world, chosen_by_user(os.environ, self.presets))
-        if isinstance(self.world, OneRank):
+        if isinstance(self.world, mpi.OneRank):
             warn(f"{self.world.why}; continuing as rank 0 of 1")
         # a private communicator: agree() and finish() must never match the command's messages
         self._private = self.world.Dup()

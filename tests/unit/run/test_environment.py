@@ -1,18 +1,19 @@
 """Variables of launchers, settings made before NumPy and MPI are loaded, and doctor's report."""
 
+import itertools
 import os
 import platform
 import re
 import sys
+from pathlib import Path
 
-import fake_cupy
 import pytest
 from helpers import REPOSITORY, run_command, run_ranks
-from program import LIMIT, TEXT, block_of, environment, mpipar
+from program import LIMIT, PROGRAM, TEXT, block_of, environment
 
 from mpipar.comm.connect import stated_awareness
 from mpipar.comm.launcher import Launcher, read_launcher
-from mpipar.commands.doctor import launch_remarks, ranges, rank_facts, remarks
+from mpipar.commands.doctor import remarks
 from mpipar.errors import EnvironmentProblem
 from mpipar.run.process import blas, gpus, mpi
 from mpipar.run.process.environment import (
@@ -75,46 +76,37 @@ def test_ranks_of_a_host_share_its_cores(environ, num_cores, threads):
     assert {chosen[name] for name in THREAD_VARIABLES} == {threads}
 
 
-def test_waiting_ranks_give_their_core_away_only_where_there_are_too_few():
+def test_what_a_process_sets_for_itself_and_what_the_user_has_chosen():
+    """Waiting ranks give their core away only where there are too few."""
     assert not set(YIELD_VARIABLES) & set(presets(HYDRA, 2))
-    assert set(YIELD_VARIABLES) <= set(presets(HYDRA, 1))
-    name = next(iter(YIELD_VARIABLES))
-    assert name not in presets(HYDRA | {name: "1000"}, 1)
+    crowded, name = presets(HYDRA, 1), next(iter(YIELD_VARIABLES))
+    assert set(YIELD_VARIABLES) <= set(crowded)
+    assert crowded["UCX_DEBUG_SIGNO"] == "0", "MPI leaves SIGHUP to the run"
+    own = {name: "1000", "UCX_DEBUG_SIGNO": "SIGHUP"}
+    assert not own.keys() & presets(HYDRA | own, 1).keys()
+    for value, name in itertools.product(("3", " 2", "2,1"), THREAD_VARIABLES):
+        assert not set(THREAD_VARIABLES) & set(presets(HYDRA | {name: value}, 8))
+    user = {"MPIR_CVAR_X": "1", "OMPI_MCA_coll": "tuned", "OMP_NUM_THREADS": "2"}
+    others = {"OMPI_MCA_orte_hnp_uri": "a", "OMPI_MCA_ess_base_vpid": "3", "HOME": "/"}
+    assert chosen_by_user(user | others, ()) == user
+    assert chosen_by_user(crowded, crowded) == {}
 
 
 # --- doctor
 
 
-def doctor(num_ranks, **variables):
-    words = [sys.executable, "-m", "mpipar", "doctor"]
-    result = (
-        run_ranks(num_ranks, words, 60.0) if num_ranks > 1 else run_command(words, 60.0, variables)
-    )
-    return result.ended().stdout
-
-
-def row_cells(text):
-    """The rank table: rank -> (host, cores, threads, device)."""
-    rows = re.findall(r"^(\d+) +(\S+) +([\d,-]+) +(\d+) +(.+)$", text, re.MULTILINE)
-    return {int(row[0]): row[1:] for row in rows}
-
-
-@pytest.mark.parametrize("num_ranks", [1, 3])
-def test_doctor_shows_every_rank(num_ranks, no_launcher):
-    cores = os.sched_getaffinity(0)
-    text = doctor(num_ranks)
-    rows = row_cells(text)
-    assert sorted(rows) == list(range(num_ranks))
-    for host, shown, threads, device in rows.values():
-        assert host == os.uname().nodename
-        if num_ranks == 1:
-            assert shown == ranges(sorted(cores))
-            assert threads == str(len(cores))
-        assert device
-    for word in ("MPI library", "thread level", "GPU-aware MPI", "BLAS threads", "launcher",
-                 "MPI self-test"):  # fmt: skip
+def test_doctor_shows_every_rank_and_multiplies_with_the_kernels_of_the_vector_units(
+    no_launcher, monkeypatch
+):
+    monkeypatch.delenv(blas.VARIABLE)
+    text = run_ranks(3, [*PROGRAM, "doctor"], LIMIT).ended().stdout
+    rows = re.findall(r"^(\d+) +(\S+) +[\d,-]+ +(\d+) +\S.+$", text, re.MULTILINE)
+    assert rows == [(str(rank), os.uname().nodename, "1") for rank in range(3)]
+    assert "\nranks          3 on 1 host(s)\n" in text
+    for word in ("MPI library", "thread level", "GPU-aware MPI", "launcher", "MPI self-test"):
         assert f"\n{word}" in text
-    assert f"\nranks          {num_ranks} on 1 host(s)\n" in text
+    name = blas.choice(blas.processor()[1])
+    assert name is None or f"kernels for {name}" in text
 
 
 @pytest.mark.parametrize(
@@ -135,7 +127,7 @@ def test_gpu_awareness_is_never_guessed(library, kinds, environ, support, verdic
     assert stated_awareness(library, kinds, environ, support)[0] == verdict
 
 
-def test_remarks_say_what_is_wrong_with_the_table():
+def test_remarks_say_what_is_wrong_with_cores_and_gpus():
     def fact(host, cores, threads):
         return {"world_rank": 0, "host": host, "cores": cores, "threads": threads}
 
@@ -147,8 +139,6 @@ def test_remarks_say_what_is_wrong_with_the_table():
     assert remarks([limited]) == []
     assert "allows the time of 2.5 cores, but there are 4" in remarks([limited] * 2)[1]
 
-
-def test_gpus_that_are_shared_or_hidden_are_remarked():
     def places(*owned, host="a"):
         return [
             {"rank": rank, "host": host, "gpu": gpu, "gpus": list(seen)}
@@ -162,21 +152,11 @@ def test_gpus_that_are_shared_or_hidden_are_remarked():
     assert shared.startswith("a: ranks 0, 2 share GPU A:")
     (hidden,) = gpus.remarks(places(("A", "A"), ("B", "AB")))
     assert "(rank 0 sees A)" in hidden
-    assert "--gpu-bind=none" in hidden
-    (hidden,) = gpus.remarks(places(("A", "A"), ("B", "B")))
-    assert "(rank 0 sees A; rank 1 sees B)" in hidden
-
-
-def test_doctor_remarks_on_the_gpus_that_cupy_shows(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    facts = [rank_facts(rank, rank) for rank in (0, 1)]
-    assert facts[1]["device"] == "0 of 1: NVIDIA H200, PCI 0000:3B:00.0, no cuBLASLt"
-    assert any("ranks 0, 1 share GPU 0000:3B:00.0" in line for line in remarks(facts))
 
 
 FAULTS = """
 import resource, sys
-from mpipar.run.process.malloc import keep_heap
+from mpipar.run.process.environment import keep_heap
 assert keep_heap() == (sys.argv[1] == "keep")
 import numpy as np
 def faults():
@@ -197,25 +177,6 @@ def test_a_freed_array_s_memory_serves_the_next_one():
         assert result.returncode == 0, result.tail()
         counts[word] = int(result.stdout)
     assert counts["keep"] < 1000 < 10000 < counts["leave"]
-
-
-def test_mpi_leaves_sighup_to_the_run():
-    assert presets({}, 2)["UCX_DEBUG_SIGNO"] == "0"
-    assert "UCX_DEBUG_SIGNO" not in presets({"UCX_DEBUG_SIGNO": "SIGHUP"}, 2)
-
-
-@pytest.mark.parametrize("value", ["3", " 2", "2,1"])
-def test_a_number_of_threads_is_a_choice(value):
-    for name in THREAD_VARIABLES:
-        assert not set(THREAD_VARIABLES) & set(presets(HYDRA | {name: value}, 8))
-
-
-def test_variables_of_the_launcher_and_own_choices_are_not_compared():
-    user = {"MPIR_CVAR_X": "1", "OMPI_MCA_coll": "tuned", "OMP_NUM_THREADS": "2"}
-    others = {"OMPI_MCA_orte_hnp_uri": "a", "OMPI_MCA_ess_base_vpid": "3", "HOME": "/"}
-    chosen = presets(HYDRA, 1)
-    assert chosen_by_user(user | others, ()) == user
-    assert chosen_by_user(chosen, chosen) == {}
 
 
 # --- the launcher's library
@@ -251,15 +212,12 @@ def test_of_several_libraries_the_launcher_s_is_loaded(launcher, libraries, envi
     found = dict(environ)
     mpi.choose_library(Launcher(launcher, 0, 2), found)
     assert found == environ | added
-
-
-def test_the_library_of_the_python_environment_comes_first(loaded, tmp_path):
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "libmpi.so.12").touch()
-    loaded.update(mpi.NAMES.values())
-    environ = {}
-    mpi.choose_library(Launcher("Open MPI's mpirun", 0, 2), environ)
-    assert environ == {}
+    own = Path(sys.prefix, "lib")  # what the Python environment has of its own comes first
+    own.mkdir()
+    (own / "libmpi.so.12").touch()
+    found = {}
+    mpi.choose_library(Launcher(launcher, 0, 2), found)
+    assert found == {}
 
 
 def test_a_world_that_its_launcher_does_not_know_is_refused(tmp_path):
@@ -274,21 +232,12 @@ def test_a_world_that_its_launcher_does_not_know_is_refused(tmp_path):
     examples = REPOSITORY / "docs" / "examples"
     for file, said in (
         (own, "this process is alone (rank 0 of 1), but srun started 2"),
-        (examples / "cut_mlp.py", "this process is alone (rank 0 of 1), but srun started 2"),
         (examples / "one_file.py", "MPI does not know the other ranks of this launcher"),
     ):
         result = run_command([sys.executable, str(file)], 60.0, variables)
         assert result.returncode == 1
         assert said in result.stderr, result.tail()
         assert result.stdout == ""
-
-
-def test_doctor_says_what_open_mpi_s_launcher_wants():
-    assert launch_remarks("MPICH Version: 5.0.2", 2, 0) == []
-    four = launch_remarks("Open MPI v4.1.4, package", 2, 0)[1]
-    assert "without --oversubscribe; as root it also needs --allow-run-as-root" in four
-    five = launch_remarks("Open MPI v5.0.11, package", 2, 1000)[1]
-    assert "without --map-by :OVERSUBSCRIBE; see" in five
 
 
 # --- the BLAS kernels of a process: by its vector units, before NumPy is loaded
@@ -314,7 +263,8 @@ def processor(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "numpy")
 
     def set_units(*units):
-        blas.CPUINFO.write_text(f"model name\t: A CPU\nflags\t\t: fpu {' '.join(units)}\n")
+        text = f"model name\t: A CPU\nflags\t\t: fpu {' '.join(units)}\n"
+        blas.CPUINFO.write_text(f"{text}\nmodel name\t: B\nflags\t: other\n")
 
     return set_units
 
@@ -324,34 +274,23 @@ def chosen(**environ):
     return environ.get(blas.VARIABLE)
 
 
-def test_flags_are_those_of_the_first_processor(monkeypatch, tmp_path):
-    text = "model name\t: A CPU\nflags\t\t: fma avx2\n\nmodel name\t: B\nflags\t: avx512f\n"
-    monkeypatch.setattr(blas, "CPUINFO", tmp_path / "cpuinfo")
-    assert blas.processor() == ("", frozenset())
-    blas.CPUINFO.write_text(text)
-    assert blas.processor() == ("A CPU", {"avx2", "fma"})
-
-
 @pytest.mark.parametrize(
     ("units", "kernels"),
     [(NEW, "SkylakeX"), (OLD, "Haswell"), ((*NEW, "avx512_bf16"), "SkylakeX"), (("avx2",), None)],
 )
 def test_the_vector_units_say_the_kernels(processor, units, kernels):
-    assert chosen() is None  # the processor is unknown
+    assert (blas.processor(), chosen()) == (("", frozenset()), None)  # it is unknown
     processor(*units)
+    assert blas.processor() == ("A CPU", {"fpu", *units})
     assert chosen() == kernels
     sys.modules["numpy"] = None  # loaded: then it is too late
     assert chosen() is None
 
 
-def test_a_name_that_the_user_has_set_wins(processor):
-    processor(*NEW)
+def test_a_name_that_the_user_has_set_wins_unless_the_processor_cannot_run_it(processor):
+    processor(*OLD)
     for name in ("Haswell", "HASWELL", "Nehalem"):
         assert chosen(OPENBLAS_CORETYPE=name) == name
-
-
-def test_kernels_that_the_processor_cannot_run_are_refused(processor):
-    processor(*OLD)
     for name in ("SkylakeX", "SKYLAKEX"):
         with pytest.raises(EnvironmentProblem, match=f"{name}: the processor .*A CPU.* avx512f"):
             chosen(OPENBLAS_CORETYPE=name)
@@ -363,10 +302,3 @@ def test_ranks_with_other_kernels_do_not_train_together():
     words = [sys.executable, "-c", code, "train", *TINY, *TEXT]
     result = run_ranks(2, words, LIMIT, environment({blas.VARIABLE: "Nehalem"}))
     block_of(result, 69, blas.VARIABLE, "Nehalem", "Prescott")
-
-
-def test_doctor_multiplies_with_the_kernels_of_the_vector_units(monkeypatch):
-    monkeypatch.delenv(blas.VARIABLE)
-    result = mpipar("doctor").ended()
-    name = blas.choice(blas.processor()[1])
-    assert name is None or f"kernels for {name}" in result.stdout, result.tail()

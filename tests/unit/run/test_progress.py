@@ -58,13 +58,13 @@ def open_terminal(monkeypatch):
     return start
 
 
+def shown(terminal):
+    return [line.rstrip() for line in screen(terminal.getvalue())]
+
+
 def at_once(steps=9):
     """A progress line of which no update is left out."""
     return progress("train", steps, "step", mininterval=0, miniters=1)
-
-
-def shown(terminal):
-    return [line.rstrip() for line in screen(terminal.getvalue())]
 
 
 def test_the_emulator_sees_a_mangled_line(open_terminal):

@@ -11,7 +11,6 @@ from report_cases import config_of, data_of, lines_of, run_folder, told
 from short_runs import TINY, ended, train
 
 from mpipar.run.console.tensorboard import TAGS, Events
-from mpipar.run.folder import truncate_after
 from mpipar.study import report
 
 HOSTILE = "</script><script>alert(1)</script><!--\x1b[2J[[DATA]]"
@@ -34,36 +33,19 @@ def test_what_the_page_shows(tmp_path):
     assert found["held-out loss"] == f"{6 / 40**0.5:.4f}"
     assert found["trained on"] == "40.96k"  # 40 steps of 16 rows of 64 tokens
     assert (found["speed"], found["time in barriers"]) == ("4.12k", "25%")
-    assert [one["title"] for one in data["curves"]] == [
-        "Loss",
-        "Learning rate",
-        "Gradient norm",
-        "Speed",
-        "Time in barriers",
-    ]
+    assert len(data["curves"]) == 5
     training, held_out = data["curves"][0]["series"]
     assert len(training["points"]) == 40
     assert held_out["points"] == [[step, 6 / step**0.5] for step in (10, 20, 30, 40)]
-    titles = [table["title"] for table in data["tables"]]
-    assert titles == [
-        "Layout",
-        "Environment",
-        *(f"Configuration: {name}" for name in ("model", "grid", "train", "run", "memory")),
-    ]
-    train_section = dict(data["tables"][titles.index("Configuration: train")]["rows"])
-    assert train_section["lr-schedule"] == "cosine"
+    tables = {table["title"]: table["rows"] for table in data["tables"]}
+    assert ["lr-schedule", "cosine"] in tables["Configuration: train"]
     assert data["log"] == "a line\n"
-    assert "timeline" not in data
-
-
-def test_a_run_without_evaluations_or_steps_has_a_page_too(tmp_path):
-    folder = run_folder(tmp_path, evaluations=False)
-    data, _ = written(folder)
-    assert len(data["curves"][0]["series"]) == 1
-    empty = run_folder(tmp_path, steps=0, name="empty")
-    data, _ = written(empty, state="failed in step 1 of 40")
-    assert (data["curves"], data["summary"]) == ([], [])
-    assert (empty / "metrics.csv").read_text().startswith("held_out_loss_nats")
+    rows = list(csv.DictReader((folder / "metrics.csv").open()))
+    assert list(rows[0])[1:4] == ["loss_nats", "held_out_loss_nats", "grad_norm"]
+    for row, line in zip(rows, lines_of(40), strict=True):
+        assert float(row["loss_nats"]) == line["loss"]
+        assert (row["step"], row["comm_tp_bytes"]) == (str(line["step"]), "4096")
+    assert [row["step"] for row in rows if row["held_out_loss_nats"]] == ["10", "20", "30", "40"]
 
 
 def test_hostile_names_stay_text(tmp_path):
@@ -77,31 +59,6 @@ def test_hostile_names_stay_text(tmp_path):
     ), "a page loads nothing"
 
 
-def test_the_csv_has_the_numbers_of_the_lines(tmp_path):
-    folder = run_folder(tmp_path)
-    written(folder)
-    rows = list(csv.DictReader((folder / "metrics.csv").open()))
-    assert list(rows[0]) == [
-        "step",
-        "loss_nats",
-        "held_out_loss_nats",
-        "grad_norm",
-        "lr",
-        "step_seconds",
-        "tokens_per_second",
-        "comm_share_mean",
-        "comm_share_max",
-        "comm_tp_calls",
-        "comm_tp_bytes",
-        "comm_tp_seconds_mean",
-        "comm_tp_seconds_max",
-    ]
-    for row, line in zip(rows, lines_of(40), strict=True):
-        assert float(row["loss_nats"]) == line["loss"]
-        assert (row["step"], row["comm_tp_bytes"]) == (str(line["step"]), "4096")
-    assert [row["step"] for row in rows if row["held_out_loss_nats"]] == ["10", "20", "30", "40"]
-
-
 @pytest.mark.parametrize("name", ["report.html", "metrics.csv"])
 def test_a_failure_is_said_and_ends_nothing(name, tmp_path):
     folder, said = run_folder(tmp_path), []
@@ -113,20 +70,6 @@ def test_a_failure_is_said_and_ends_nothing(name, tmp_path):
     assert said[1].startswith("report.html and metrics.csv are without 1 damaged line")
     assert said[2] == "no report.html: Is a directory"
     assert not list(folder.glob("*.partial"))
-
-
-def test_going_on_takes_away_what_was_made_of_later_steps(tmp_path):
-    folder = run_folder(tmp_path)
-    written(folder)
-    truncate_after(folder, 25)
-    assert {path.name for path in folder.iterdir()} == {
-        "metrics.jsonl",
-        "evaluations.jsonl",
-        "log.txt",
-    }
-    written(folder)
-    assert len((folder / "metrics.csv").read_text().splitlines()) == 1 + 25
-    assert len((folder / "evaluations.jsonl").read_text().splitlines()) == 2
 
 
 def steps_and_losses(folder):
@@ -213,19 +156,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path, capsys):
 
 
 def test_without_the_package_the_run_does_not_begin(tmp_path, monkeypatch):
-    plain = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "tensorboard" else plain(name)
-    )
-    assert_refused(
-        69,
-        [
-            "--tensorboard: the package tensorboard is not installed",
-            "pip install '.[tensorboard]'",
-            "metrics.csv has the same numbers",
-        ],
-        "train",
-        "--tensorboard",
-        folder=tmp_path,
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = ["--tensorboard: the package tensorboard is not installed", "pip install"]
+    assert_refused(69, said, "train", "--tensorboard", folder=tmp_path)
     assert not list(tmp_path.iterdir())
