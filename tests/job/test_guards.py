@@ -28,24 +28,17 @@ def faulty(name, code, *flags, folder, said=()):
 
 @pytest.mark.parametrize(("layout", "every", "step"), [
     pytest.param("dp=2", 4, 4, marks=fault(33, "one weight changes on one data-parallel copy", 76)),
-    pytest.param("tp=2", 100, 6,
-                 marks=fault(33, "one weight changes on one tensor-parallel copy", 76)),
+    pytest.param("tp=2", 100, 6, marks=[
+        pytest.mark.slow, fault(33, "one weight changes on one tensor-parallel copy", 76)]),
 ])  # fmt: skip
 def test_a_weight_that_changes_on_one_copy_is_found_before_the_last_save(
     layout, every, step, tmp_path
 ):
     """The last of the buffer: a bias of the embedding with dp, of a norm with tp."""
     folder = tmp_path / "run"
-    block = faulty(
-        "drift",
-        76,
-        "--layout",
-        layout,
-        "--check-replicas",
-        str(every),
-        folder=folder,
-        said=[f"step {step}: copies of tensors differ that must be equal bit by bit"],
-    )
+    flags = ["--layout", layout, "--check-replicas", str(every)]
+    said = [f"step {step}: copies of tensors differ that must be equal bit by bit"]
+    block = faulty("drift", 76, *flags, folder=folder, said=said)
     assert re.search(r"(weights|first moment) of \S+: rank 0 unlike rank 1", block), block
     assert [line["step"] for line in metrics(folder)] == list(range(1, step + 1))
     assert not (folder / "weights" / "model.safetensors").exists()
@@ -55,22 +48,16 @@ def test_a_weight_that_changes_on_one_copy_is_found_before_the_last_save(
 def test_a_weight_that_is_loaded_otherwise_on_one_copy_is_found_before_the_first_step(tmp_path):
     checkpoint.save(fresh(layers=2, d_model=16, heads=2, seq_len=8, vocab_size=256), tmp_path / "m")
     folder = tmp_path / "run"
-    faulty(
-        "loaded",
-        76,
-        "--layout",
-        "dp=2",
-        "--init-from",
-        str(tmp_path / "m"),
-        folder=folder,
-        said=["step 0: copies of tensors differ"],
-    )
+    flags = ["--layout", "dp=2", "--init-from", str(tmp_path / "m")]
+    faulty("loaded", 76, *flags, folder=folder, said=["step 0: copies of tensors differ"])
     assert not (folder / "metrics.jsonl").read_text()
 
 
 @pytest.mark.parametrize("layout", [
-    pytest.param("dp=2", marks=fault(32, "NaN in a gradient on one data-parallel rank", 79)),
-    pytest.param("pp=2", marks=fault(32, "NaN in a gradient of one stage", 79)),
+    pytest.param("dp=2", marks=[
+        pytest.mark.slow, fault(32, "NaN in a gradient on one data-parallel rank", 79)]),
+    pytest.param("pp=2", marks=[
+        pytest.mark.slow, fault(32, "NaN in a gradient of one stage", 79)]),
     pytest.param("tp=2", marks=fault(32, "NaN in a gradient on one tensor-parallel rank", 79)),
 ])  # fmt: skip
 def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
@@ -90,17 +77,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
 @fault(32, "NaN in the loss, which the last stage alone sees", 79)
 def test_a_loss_that_is_not_finite_on_the_last_stage_ends_all(tmp_path):
     folder = tmp_path / "run"
-    faulty(
-        "nan-loss",
-        79,
-        "--layout",
-        "pp=2",
-        folder=folder,
-        said=[
-            "step 3: loss nan, gradient norm ",
-            "the loss of microbatch 0 is nan on rank 1 (pp1)",
-        ],
-    )
+    said = ["step 3: loss nan, gradient norm ", "the loss of microbatch 0 is nan on rank 1 (pp1)"]
+    faulty("nan-loss", 79, "--layout", "pp=2", folder=folder, said=said)
     assert [line["step"] for line in metrics(folder)] == [1, 2]
     assert not list(folder.rglob("*.safetensors"))
 
@@ -113,7 +91,7 @@ def test_a_traced_run_that_failed_inside_says_so_when_its_trace_is_read(tmp_path
     assert_refused(65, parts, "trace", folder)
 
 
-@pytest.mark.parametrize("interval", ["0", "1"])
+@pytest.mark.parametrize("interval", [pytest.param("0", marks=pytest.mark.slow), "1"])
 def test_weights_that_an_update_ruined_are_not_saved(interval, tmp_path):
     """Otherwise the newest checkpoint, from which a run resumes, would be useless."""
     folder = tmp_path / "run"
