@@ -29,7 +29,7 @@ from bench.training import worker_of
 from mpipar.comm.objects import broadcast_text, gather_numbers
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
-from mpipar.config.sizes import read_bytes
+from mpipar.config.setting import read_bytes
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.ops import make

@@ -25,8 +25,7 @@ from mpipar.comm.record import Recorder
 from mpipar.pipeline.engine import Engine, WholeWeights
 from mpipar.pipeline.instructions import lower
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 
 SHAPE = (4, 8)  # of an activation: small, because messages are not measured here
 TOLERANCE = 0.05  # of the simulated makespan

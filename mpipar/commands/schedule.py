@@ -25,10 +25,9 @@ from mpipar.run.console.tables import table
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules import draw, explorer
 from mpipar.study.schedules.bubble import measured_costs
-from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.draw import svg
 from mpipar.study.schedules.forms import ClosedForm, closed_form
-from mpipar.study.schedules.simulate import Timeline, simulate
+from mpipar.study.schedules.simulate import Costs, Timeline, simulate
 from mpipar.study.trace import pop
 
 # What a number in --costs may look like; a larger exponent would make it endlessly long.

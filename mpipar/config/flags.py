@@ -7,10 +7,9 @@ import types
 from dataclasses import MISSING, dataclass
 
 from mpipar.comm.launcher import read_launcher
-from mpipar.config.removed import RENAMED
+from mpipar.config.names import EXAMPLES, RENAMED, unknown_word
 from mpipar.config.sections import FIELDS, FLAGS, SECTIONS
 from mpipar.config.setting import flag, kind, setting, switch
-from mpipar.config.synonyms import EXAMPLES, unknown_word
 from mpipar.config.text import brief, shown
 from mpipar.errors import UsageError
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from mpipar.config import layout
-from mpipar.config.combinations import RULES
+from mpipar.config.combinations import RULES, Rule, broken_of, values_of
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ModelConfig
 from mpipar.config.presets import PRESETS
-from mpipar.config.rule import Rule, broken_of, values_of
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import field_problem
 from mpipar.config.text import counted

@@ -10,12 +10,11 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from mpipar.config.grid import GridConfig
-from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ModelConfig, model_config
 from mpipar.config.presets import PRESETS
 from mpipar.config.run import RunConfig
 from mpipar.config.setting import argument, flag
-from mpipar.config.train import TrainConfig
+from mpipar.config.train import MemoryConfig, TrainConfig
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import MISSING
+from fractions import Fraction
 
 from mpipar.config import text
 from mpipar.errors import suggestion
@@ -19,26 +20,19 @@ BOUNDS = {  # of a number: what breaks it, and how a refusal names it
     "below": (operator.ge, "less than"),
 }
 HALF = re.compile("[\ud800-\udfff]")  # half a character, which no UTF-8 holds
+SIZE = re.compile(  # in bytes, as people type it
+    r"(\d{1,19}|\d{1,19}\.\d{1,19}(?=[KMGT]))(?:([KMGT])i?)?B?", re.IGNORECASE | re.ASCII
+)
+POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 
-def setting(
-    default,
-    what,
-    *,
-    low=None,
-    above=None,
-    below=None,
-    high=None,
-    choices=None,
-    in_bytes=False,
-    only=None,
-    metavar=None,
-    rare=False,
-    is_positional=False,
-    is_switch=False,
-    of_weights=False,
-    short=None,
-):
+LEGAL = {  # what is said of a field, and what holds where it is not said: see `setting`
+    **dict.fromkeys((*BOUNDS, "choices", "only", "metavar", "short")),
+    **dict.fromkeys(("in_bytes", "rare", "is_positional", "is_switch", "of_weights"), False),
+}
+
+
+def setting(default: typing.Any, what: str, **said: typing.Any) -> typing.Any:
     """Return a field with its help and limits: low <= value <= high, above < value < below.
 
     default: MISSING if it must be given. in_bytes: 64K is accepted as a value. only: (field,
@@ -48,22 +42,8 @@ def setting(
     flag; it comes from the config.json of weights, a preset or a key of a TOML file. short: a
     second flag, of one letter.
     """
-    legal = {
-        "low": low,
-        "above": above,
-        "below": below,
-        "high": high,
-        "choices": choices,
-        "in_bytes": in_bytes,
-        "only": only,
-        "metavar": metavar,
-        "rare": rare,
-        "is_positional": is_positional,
-        "is_switch": is_switch,
-        "of_weights": of_weights,
-        "short": short,
-    }
-    return dataclasses.field(default=default, metadata={"help": what, **legal})
+    assert said.keys() <= LEGAL.keys(), said
+    return dataclasses.field(default=default, metadata={"help": what, **LEGAL, **said})
 
 
 def positional(metavar, what, *, default=MISSING, choices=None):
@@ -127,3 +107,11 @@ def value_problem(name: str, legal: Mapping[str, typing.Any], value: typing.Any)
         wrong.append("is not valid UTF-8, so it cannot be written to config.toml")
     shown = text.shown(value) if isinstance(value, str) else text.brief(str(value))
     return f"{argument(name, legal)} {shown}: {wrong[0]}" if wrong else None
+
+
+def read_bytes(text: str) -> int:
+    """Return 4096, 64K, 1.5M, 20MiB or 1G (powers of 1024) in bytes; else raise ValueError."""
+    found = SIZE.fullmatch(text.strip())
+    if not found:
+        raise ValueError("must be bytes: write 4096, 64K, 1.5M or 1G")
+    return round(Fraction(found[1]) * (1 << POWERS[(found[2] or "").upper()]))

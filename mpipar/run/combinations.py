@@ -6,8 +6,8 @@ from functools import partial
 from types import SimpleNamespace
 
 from mpipar.config import combinations
+from mpipar.config.combinations import Rule
 from mpipar.config.grid import GridConfig
-from mpipar.config.rule import Rule
 from mpipar.config.setting import flag
 from mpipar.pipeline.schedules.catalog import FAMILIES, LIMITS, Limit, num_stages
 

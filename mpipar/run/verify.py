@@ -17,8 +17,8 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.grid import GridConfig
-from mpipar.config.memory import MemoryConfig
 from mpipar.config.sections import Config
+from mpipar.config.train import MemoryConfig
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.weights import stream
 from mpipar.run.data import rows

@@ -13,9 +13,9 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.comm.request import Options
 from mpipar.config.grid import GridConfig
-from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ModelConfig
 from mpipar.config.sections import Config
+from mpipar.config.train import MemoryConfig
 from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Copies, Param

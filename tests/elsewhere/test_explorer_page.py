@@ -22,8 +22,7 @@ from mpipar.pipeline.schedules.catalog import (
 )
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules import explorer
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 
 START = {
     "first": "1f1b",

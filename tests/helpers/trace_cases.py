@@ -14,8 +14,7 @@ from mpipar.run.trace.clock import CommonClock
 from mpipar.run.trace.contents import LayerOperation, Load
 from mpipar.run.trace.trace_file import RankTrace as Rank
 from mpipar.run.trace.trace_file import Trace, common_facts, schedule_json
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 from mpipar.study.trace import segments, waits
 
 

@@ -9,8 +9,7 @@ A line of a schedule is what one worker does, in order: 0F0 is stage 0, forward,
 from pathlib import Path
 
 from mpipar.pipeline.csv_format import read_csv
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 
 WORKERS, MICROBATCHES = 4, 8
 

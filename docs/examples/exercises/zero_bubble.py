@@ -9,8 +9,7 @@ its input gradient and 0W0 its weight gradient.
 from pathlib import Path
 
 from mpipar.pipeline.csv_format import read_csv
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 
 WORKERS, MICROBATCHES = 2, 8
 

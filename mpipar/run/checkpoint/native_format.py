@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from mpipar.config.model import CUTS, ModelConfig
-from mpipar.config.removed import CONSTANT
+from mpipar.config.names import CONSTANT
 from mpipar.config.sections import not_taken
 from mpipar.config.setting import kind
 from mpipar.config.text import shown

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.grid import AUTO
-from mpipar.config.removed import RENAMED, gone
+from mpipar.config.names import EXAMPLES, RENAMED, gone, unknown_word
 from mpipar.config.sections import FIELDS, Config, build, in_force, named, not_taken, settings
-from mpipar.config.setting import argument, field_problem, flag, kind
-from mpipar.config.sizes import read_bytes
-from mpipar.config.synonyms import EXAMPLES, unknown_word
+from mpipar.config.setting import argument, field_problem, flag, kind, read_bytes
 from mpipar.config.text import brief, shown
 from mpipar.errors import UsageError
 from mpipar.run.files.bounded import parse_toml, read_toml

@@ -14,7 +14,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import ISLAND, Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.config.memory import MemoryConfig
+from mpipar.config.train import MemoryConfig
 from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.stash import Stash
 from mpipar.models.decoder import Stage

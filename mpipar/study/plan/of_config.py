@@ -12,8 +12,7 @@ from mpipar.run.data.rows import rows_per_microbatch
 from mpipar.study.plan.job import BY_NAME, STACKS, Layout, Shape, segments
 from mpipar.study.plan.machine import Machine
 from mpipar.study.plan.model import Step, block_of, step_time
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 from mpipar.train.build import configured_schedule
 
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 from mpipar.comm.record import PASSES, Recorder, Span
 from mpipar.pipeline.instructions import Schedule
 from mpipar.run.console.tables import table
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 
 Facts = dict[str, dict[Any, float]]  # of a rank, see span_facts; values for JSON
 

@@ -14,8 +14,7 @@ from math import ceil, floor, log10
 from typing import NamedTuple
 
 from mpipar.pipeline.instructions import Instr, Schedule, is_compute, neighbours, parts
-from mpipar.study.schedules.costs import Costs, Number
-from mpipar.study.schedules.simulate import Timeline, simulate
+from mpipar.study.schedules.simulate import Costs, Number, Timeline, simulate
 
 WIDTH = 100  # characters of a line
 MAX_PANELS = 6  # panels below each other; a longer step is drawn without microbatch numbers

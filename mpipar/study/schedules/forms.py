@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.schedules.families import FAMILIES
-from mpipar.study.schedules.costs import Costs, Number
+from mpipar.study.schedules.simulate import Costs, Number
 
 
 class Letters(NamedTuple):

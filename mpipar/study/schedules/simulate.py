@@ -1,18 +1,58 @@
 """Simulation of a schedule: start and end of each instruction, from the costs of passes and hops.
 
-A rank runs its instructions one after another, each as soon as its data has arrived. Each ordered
-pair of ranks has its own link. By default links have unlimited bandwidth, sending costs the sender
-nothing, and ranks share no core; a message then takes one hop, and times are exact for ints and
-Fractions. `Costs` lists what else can be given.
+A rank runs its instructions one after another, each as soon as its data has arrived. Links have
+unlimited bandwidth, sending costs the sender nothing, and every rank has a core of its own, so a
+message takes one latency. Times are exact for ints and Fractions.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import NamedTuple
 
-from mpipar.pipeline.check import check_programs, peak_stash
-from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
-from mpipar.study.schedules.costs import Costs, Number
-from mpipar.study.schedules.events import Events, Span
+from mpipar.errors import UsageError
+from mpipar.pipeline.check import check_programs, peak_stash, runnable_order
+from mpipar.pipeline.instructions import Instr, Message, Schedule, is_compute, parts
+
+Number = int | float | Fraction  # a time or a size; exact as long as no float is involved
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times in any unit, in seconds where measured.
+
+    f, i, w: forward, input gradient, weight gradient of one microbatch in a stage; a full backward
+    is i + w. A tuple has a value per stage, a number applies to all of them. overlap: cost of
+    OVERLAP_F_B divided by that of its forward and backward one after the other. latency: from the
+    end of a pass until its result has arrived at another rank.
+    """
+
+    f: Number | tuple[Number, ...] = 1
+    i: Number | tuple[Number, ...] = 1
+    w: Number | tuple[Number, ...] = 1
+    overlap: Number = 1
+    latency: Number = 0
+
+    def by_stage(self, name: str, num_stages: int) -> tuple[Number, ...]:
+        """Return f, i or w of every stage; raises UsageError unless each stage has a value."""
+        value = getattr(self, name)
+        if not isinstance(value, tuple):
+            return (value,) * num_stages
+        if len(value) != num_stages:
+            raise UsageError(f"costs have {len(value)} values of {name} for {num_stages} stages")
+        return value
+
+    def divided(self, count: int) -> "Costs":
+        """Return the costs of stages that are each 1/count of a stage of these."""
+        share = Fraction(1, count)
+        return replace(self, **{name: getattr(self, name) * share for name in "fiw"})
+
+
+class Span(NamedTuple):
+    """The time one instruction ran; REDUCE_GRAD and wire instructions take no time."""
+
+    instr: Instr
+    start: Number
+    end: Number
 
 
 @dataclass(frozen=True)
@@ -20,13 +60,12 @@ class Timeline:
     """The simulated step, by pipeline rank.
 
     spans: every instruction in program order. peak_stash: most chunk-activations held at once.
-    peak_stash_bytes: most bytes held at once. messages: number sent in the step.
+    messages: number sent in the step.
     """
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
     peak_stash: tuple[int, ...]
-    peak_stash_bytes: tuple[Number, ...]
     messages: tuple[int, ...]
 
     @property
@@ -66,63 +105,26 @@ class Timeline:
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
     """Return a schedule's timeline; ScheduleError if it can't run, UsageError on bad costs."""
     check_programs(schedule)
-    explicit = schedule
-    if (
-        costs.is_rendezvous() and not schedule.explicit_comm
-    ):  # it then matters when receives are posted
-        explicit = replace(
-            schedule,
-            explicit_comm=True,
-            programs=tuple(tuple(lower(schedule, pp_rank)) for pp_rank in range(schedule.pp_size)),
-        )
-    events = Events(explicit, costs, durations(schedule, costs))
-    events.run()
-    spans = tuple(
-        tuple(span for span in spans if schedule.explicit_comm or span.instr.kind not in WIRE_KINDS)
-        for spans in events.spans
-    )
+    f, i, w = (costs.by_stage(name, schedule.num_stages) for name in "fiw")
+    backward = [one + other for one, other in zip(i, w, strict=True)]
+    cost = {"F": f, "B": backward, "I": i, "W": w}
+    spans: list[list[Span]] = [[] for _ in schedule.programs]
+    messages = [0 for _ in schedule.programs]
+    arrivals: dict[Message, Number] = {}
+    for pp_rank, instr, received, sent in runnable_order(schedule):
+        own = spans[pp_rank]
+        start = max([own[-1].end if own else 0, *map(arrivals.pop, received)])
+        duration: Number = 0
+        if is_compute(instr):
+            duration = sum(cost[kind][stage] for kind, stage, _ in parts(instr))
+        if instr.kind == "OVERLAP_F_B":
+            duration *= costs.overlap
+        own.append(Span(instr, start, start + duration))
+        messages[pp_rank] += len(sent)
+        arrivals.update((message, own[-1].end + costs.latency) for message in sent)
     return Timeline(
         schedule,
-        spans,
+        tuple(map(tuple, spans)),
         tuple(map(peak_stash, schedule.programs)),
-        tuple(peak_stash_bytes(schedule, costs)),
-        tuple(events.messages),
+        tuple(messages),
     )
-
-
-def durations(schedule: Schedule, costs: Costs) -> Callable[[Instr], Number]:
-    """Return the function from a compute instruction to its cost."""
-    f, i, w = (costs.by_stage(name, schedule.num_stages) for name in "fiw")
-    b = [cost_i + cost_w for cost_i, cost_w in zip(i, w, strict=True)]
-    cost = {"F": f, "B": b, "I": i, "W": w}
-
-    def duration(instr: Instr) -> Number:
-        total = sum(cost[kind][stage] for kind, stage, _ in parts(instr))
-        return total * costs.overlap if instr.kind == "OVERLAP_F_B" else total
-
-    return duration
-
-
-def peak_stash_bytes(schedule: Schedule, costs: Costs) -> list[Number]:
-    """Return the maximum number of bytes that each rank keeps for backward passes."""
-    stash = costs.by_stage("stash_bytes", schedule.num_stages)
-    kept = costs.by_stage("kept_bytes", schedule.num_stages)
-    transient = costs.by_stage("transient_bytes", schedule.num_stages)
-    peaks: list[Number] = []
-    for program in schedule.programs:
-        held: Number = 0
-        peak: Number = 0
-        for instr in program:
-            for kind, stage, _ in parts(instr):
-                if kind == "F":
-                    held += stash[stage]
-                    peak = max(peak, held)
-                elif kind == "I":
-                    peak = max(peak, held + transient[stage])
-                    held += kept[stage] - stash[stage]
-                    peak = max(peak, held)
-                elif kind in ("B", "W"):
-                    peak = max(peak, held + transient[stage] * (kind == "B"))
-                    held -= stash[stage] if kind == "B" else kept[stage]
-        peaks.append(peak)
-    return peaks

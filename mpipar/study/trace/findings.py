@@ -21,8 +21,7 @@ from mpipar.models.split import balanced_layers, stage_flops
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.run.trace.trace_file import RankTrace, Trace
 from mpipar.study.schedules.bubble import measured_costs
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 from mpipar.study.trace import pop
 from mpipar.study.trace.causes import Cause, Cost
 from mpipar.study.trace.links import slow_links

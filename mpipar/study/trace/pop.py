@@ -22,8 +22,7 @@ from statistics import mean, median
 from mpipar.comm.record import PASSES, Span
 from mpipar.run.trace.trace_file import Trace
 from mpipar.study.schedules import bubble
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import Timeline, simulate
+from mpipar.study.schedules.simulate import Costs, Timeline, simulate
 from mpipar.study.trace.segments import IDLE, Segment
 from mpipar.study.trace.timeline import median_step
 from mpipar.study.trace.waits import Call, Waits, find

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 
 from mpipar import cli
 from mpipar.config import flags
-from mpipar.config.removed import CONSTANT, REMOVED
+from mpipar.config.names import CONSTANT, EXAMPLES, OTHERWISE, REMOVED, SYNONYMS
 from mpipar.config.resolve import config_problems, resolve
 from mpipar.config.sections import CHOICES, FIELDS, FLAGS, settings
-from mpipar.config.setting import flag, kind
-from mpipar.config.sizes import read_bytes
-from mpipar.config.synonyms import EXAMPLES, OTHERWISE, SYNONYMS
+from mpipar.config.setting import flag, kind, read_bytes
 from mpipar.run.files import settings as reading
 from mpipar.run.files.settings import to_toml, values_of
 

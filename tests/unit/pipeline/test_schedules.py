@@ -19,9 +19,8 @@ from mpipar.pipeline.schedules.catalog import (
     num_stages,
     schedule_problems,
 )
-from mpipar.study.schedules.costs import Costs
 from mpipar.study.schedules.forms import closed_form
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 
 SPLIT = tuple(name for name, family in FAMILIES.items() if family.split)
 

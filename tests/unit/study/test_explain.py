@@ -14,12 +14,11 @@ from program import environment
 from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.config.grid import GridConfig
-from mpipar.config.memory import MemoryConfig
 from mpipar.config.model import ModelConfig, model_config
 from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
-from mpipar.config.train import TrainConfig
+from mpipar.config.train import MemoryConfig, TrainConfig
 from mpipar.study.explain import formulas, memory_formulas
 from mpipar.study.explain.predict import predict
 from mpipar.study.plan.machine import load_machine

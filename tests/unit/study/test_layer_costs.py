@@ -8,7 +8,7 @@ import pytest
 from test_explain import LLAMA, RING, configure, context
 
 from mpipar.comm.record import STATE_CHANGES, family, state_change
-from mpipar.config.memory import MemoryConfig
+from mpipar.config.train import MemoryConfig
 from mpipar.study.explain import formulas, memory_formulas
 from mpipar.study.explain.layer_costs import CONTEXT, CUTS, KINDS, value
 from mpipar.study.explain.predict import predict, unit_memory

@@ -28,8 +28,7 @@ from mpipar.study.plan.search import (
     search,
     with_own_step,
 )
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 
 RESULTS = Path(judged.__file__).parent / "results"
 A100, H100 = load_machine("a100-80"), load_machine("h100")

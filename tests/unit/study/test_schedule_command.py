@@ -19,8 +19,7 @@ from mpipar.pipeline.instructions import is_compute
 from mpipar.pipeline.schedules.catalog import FAMILIES, SCHEDULES, make_schedule
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules import draw, explorer
-from mpipar.study.schedules.costs import Costs
-from mpipar.study.schedules.simulate import simulate
+from mpipar.study.schedules.simulate import Costs, simulate
 
 
 def run(words, capsys):
