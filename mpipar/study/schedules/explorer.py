@@ -24,15 +24,7 @@ from mpipar.run.console import html
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 MICROBATCHES = (*range(1, 17), 20, 24, 28, 32)
 CHUNKS = (2, 3, 4)  # of looped schedules; the others fix theirs
-SCRIPTS = (
-    "order.js",
-    "proof.js",
-    "simulate.js",
-    "drawing.js",
-    "panel.js",
-    "edit.js",
-    "explorer.js",
-)
+SCRIPTS = ("schedule.js", "panel.js", "explorer.js")
 Orders = dict[str, list[str] | str]  # see `known_orders`
 
 
