@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
@@ -18,6 +18,7 @@ from mpipar.pipeline.schedules.catalog import (
     FAMILIES,
     SCHEDULES,
     make_schedule,
+    num_stages,
     schedule_problems,
 )
 from mpipar.run.console import output
@@ -56,10 +57,14 @@ class Arguments:
     """A schedule or its source; costs; what is printed and written."""
 
     name: str | None = positional("NAME", ", ".join(SCHEDULES), default=None)
-    pp: int = setting(4, "pipeline ranks", metavar="P")
-    num_microbatches: int = setting(8, "per step", metavar="M")
+    pp: int = setting(4, "pipeline ranks", metavar="P", low=1, high=2**12)
+    num_microbatches: int = setting(8, "per step", metavar="M", low=1, high=2**16)
     chunks: int | None = setting(
-        None, "stages per worker, for looped schedules (default 2)", metavar="V"
+        None,
+        "stages per worker, for looped schedules (default 2)",
+        metavar="V",
+        low=1,
+        high=2**10,
     )
     costs: str | None = setting(
         None,
@@ -118,7 +123,7 @@ MODES = (  # (an argument, what it does when it is given, the arguments that it 
 def problems(args: Arguments) -> list[UsageError]:
     """Return everything that is wrong between the arguments."""
     values = {flag(name): value for name, value in vars(args).items()} | {"NAME": args.name}
-    given = {word for word, value in values.items() if value is not None and value is not False}
+    given = {word for word, value in values.items() if value not in (None, False)}
     found = [
         f"{mode} {what}: leave {' and '.join(ignored)} out"
         for mode, what, words in MODES
@@ -134,7 +139,11 @@ def problems(args: Arguments) -> list[UsageError]:
             " or --compare"
         )
     elif not given & {"--compare", "--from-csv", "--from-run"}:
-        found += schedule_problems(args.name or FIRST, args.pp, args.num_microbatches, args.chunks)
+        counts = args.name or FIRST, args.pp, args.num_microbatches, args.chunks
+        wrong = schedule_problems(*counts)
+        if args.html and not wrong:
+            wrong = drawing_problems(num_stages(*counts[:2], args.chunks) * args.num_microbatches)
+        found += wrong
     found += broken(
         (args.from_run and not args.html, "--from-run fills the explorer: add --html FILE"),
         (args.animate and not args.svg, "--animate: animates a picture; add --svg FILE"),
@@ -144,8 +153,11 @@ def problems(args: Arguments) -> list[UsageError]:
             "--json and --csv - both print; name a file for --csv, or leave --json out",
         ),
         (
-            args.compare and args.pp * args.num_microbatches > MOST_COMPARED,
-            f"--compare: --pp times --num-microbatches must be at most {MOST_COMPARED:,}",
+            args.compare and args.pp * (args.chunks or 1) * args.num_microbatches > MOST_COMPARED,
+            (
+                "--compare: --pp times --chunks times --num-microbatches may be at most"
+                f" {MOST_COMPARED:,}"
+            ),
         ),
     )
     return [UsageError(found)] if found else []
@@ -211,7 +223,7 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
         print(json.dumps(as_dict(timeline, form), indent=1, default=float))  # of fractions
         return
     if args.symbols:
-        picture = f"{draw.symbols(timeline)}\n\n{draw.notation(schedule)}"
+        picture = f"{draw.symbols(timeline)}\n\n{draw.NOTATION}"
     else:
         picture = book_picture(timeline) if args.book else draw.grid(timeline)
     print(f"{title(schedule)}; {cost_words(costs)}\n{PROVED}\n\n{picture}")
@@ -355,6 +367,18 @@ def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
     }
 
 
+def drawing_problems(count: int) -> list[str]:
+    """Return what is wrong if a page cannot draw a schedule of so many forward passes."""
+    if count <= MOST_DRAWN:
+        return []
+    return [
+        (
+            f"--html draws at most {MOST_DRAWN:,} forward passes, and this schedule"
+            f" has {count:,}: use fewer workers, chunks or microbatches"
+        )
+    ]
+
+
 def write_explorer(args: Arguments, costs: Costs) -> None:
     """Write the explorer with given costs or those of a run, and print where it is.
 
@@ -365,8 +389,8 @@ def write_explorer(args: Arguments, costs: Costs) -> None:
     """
     title, unit, measured = "Pipeline schedules", "", None
     if args.from_run is not None:
-        schedule, costs, measured = of_run(args.from_run)
-        name = run_name(args.from_run)
+        name = harmless(Path(args.from_run).resolve().name)
+        schedule, costs, measured = of_run(args.from_run, name)
         own, title, unit = f"{schedule.name} of {name}", f"{title}: {name}", " ms"
     else:
         schedule = schedule_of(args)
@@ -376,65 +400,37 @@ def write_explorer(args: Arguments, costs: Costs) -> None:
             f"{args.from_csv} has sends and receives, but the page shows passes:"
             " write the file with --csv-format compute_only"
         )
-    if (count := schedule.num_stages * schedule.num_microbatches) > MOST_DRAWN:
-        raise UsageError(
-            f"--html draws at most {MOST_DRAWN:,} forward passes, and this schedule"
-            f" has {count:,}: use fewer workers, chunks or microbatches"
-        )
-    chunks = schedule.num_stages // schedule.pp_size
-    worker = costs_of_a_worker(costs, schedule)
-    has_counts = schedule.pp_size in explorer.RANKS and (
-        schedule.num_microbatches in explorer.MICROBATCHES
-    )
-    is_known = not (args.from_run or args.from_csv) and has_counts
-    is_known = is_known and chunks in explorer.chunk_counts(schedule.name)
+    p, m = schedule.pp_size, schedule.num_microbatches
+    if wrong := drawing_problems(schedule.num_stages * m):
+        raise UsageError(wrong)
+    chunks, orders = schedule.num_stages // p, explorer.known_orders()
+    is_known = not (args.from_run or args.from_csv)
+    is_known = is_known and f"{schedule.name} {p} {m} {chunks}" in orders
     second = SECOND if schedule.name != SECOND else FIRST
+    numbers = {"f": costs.f, "i": costs.i, "w": costs.w, "hop": costs.latency}
     data = {
         "title": title,
         "unit": unit,
         "start": {
             "first": schedule.name if is_known else "own",
-            "second": "measured" if measured else second if has_counts else "",
-            "p": schedule.pp_size,
-            "m": schedule.num_microbatches,
+            "second": "measured" if measured else second if f"{second} {p} {m} 1" in orders else "",
+            "p": p,
+            "m": m,
             "chunks": chunks,
             "share": "worker",
             "overlap": float(costs.overlap),
-            "hop": rounded(costs.latency),
-            **{name: rounded(getattr(worker, name)) for name in "fiw"},
+            **{name: float(f"{float(value):.4g}") for name, value in numbers.items()},
         },
         "measured": measured,
         "own": None if is_known else {"title": own, "schedule": explorer.schedule_facts(schedule)},
     }
-    drawing = svg(simulate(schedule, worker.divided(chunks)), f"{schedule.name}, one step")
-    page = explorer.build(data, explorer.known_orders(), drawing)
-    output.write_text(Path(args.html), page)
+    drawing = svg(simulate(schedule, costs.divided(chunks)), f"{schedule.name}, one step")
+    output.write_text(Path(args.html), explorer.build(data, orders, drawing))
     print(f"{harmless(args.html)}: open it in a browser")
 
 
-def costs_of_a_worker(costs: Costs, schedule: Schedule) -> Costs:
-    """Return the costs with single values of f, i and w: those given, or the mean over workers."""
-    sums = {name: getattr(costs, name) for name in "fiw"}
-    means = {
-        name: sum(value) / schedule.pp_size
-        for name, value in sums.items()
-        if isinstance(value, tuple)
-    }
-    return replace(costs, **means)
-
-
-def rounded(value) -> float:
-    """Return a number for a field of the page."""
-    return float(f"{float(value):.4g}")
-
-
-def run_name(folder: str) -> str:
-    """Return the name of a run folder."""
-    return harmless(Path(folder).resolve().name)
-
-
-def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
-    """Return a traced run's schedule, its costs in milliseconds, and its passes for the page."""
+def of_run(folder: str, name: str) -> tuple[Schedule, Costs, dict]:
+    """Return a traced run's schedule, a worker's mean costs in ms, and its passes for the page."""
     trace = trace_file.read(folder)
     if trace.meta["layout"]["pp"] == 1:
         raise UsageError(
@@ -447,7 +443,8 @@ def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
         by_stage = {name: tuple(1e3 * value for value in getattr(seconds, name)) for name in "fiw"}
         step, passes = pop.median_passes(trace)
         start = min(span.start_ns for own in passes for span in own)
-        costs = Costs(**by_stage, latency=pop.hop_ns(trace) * 1e-6)
+        means = {name: sum(values) / schedule.pp_size for name, values in by_stage.items()}
+        costs = Costs(**means, latency=pop.hop_ns(trace) * 1e-6)
     rows = [
         [
             [
@@ -459,7 +456,6 @@ def of_run(folder: str) -> tuple[Schedule, Costs, dict]:
         ]
         for own in passes
     ]
-    name = run_name(folder)
     words = (
         f"measured in step {step} of {name}; who waited for a message is in its trace:"
         f" mpipar trace {harmless(folder)}"

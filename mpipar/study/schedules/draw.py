@@ -32,8 +32,18 @@ WORDS = {
     "W": "W weight gradient",
     "OVERLAP_F_B": "F&B overlapped",
 }
+# The names of a pass where a worker holds one stage, and several; what joins the two of an overlap.
+PLAIN = "{kind}{mb}", "{stage}{kind}{mb}", "&"
+SYMBOL = "{kind}_{mb}", "{kind}_{mb}^{stage}", " & "
 ARROWS = {"F": "\u2191", "B": "\u2193"}  # the direction of a pass in a textbook's drawing
 PLAIN_ARROWS = str.maketrans("\u2191\u2193", "^v")  # for a terminal that has no arrows
+NOTATION = """\
+F_k is the forward pass of microbatch k, B_k its backward pass; I_k and W_k are the halves of
+a backward pass, input gradient and weight gradient. F_k^s is that of stage s, where a worker holds
+several stages. The column says on which worker.
+Some textbooks write B_l for block l, with an arrow for the direction.
+Their B_l up is F here, in the column of the worker that holds block l.
+Their B_l down is the backward pass there: B, or I and W."""
 # Each kind of pass has a CSS class. .late marks the second half of a worker's stages.
 STYLE = """
 svg { font: 11px sans-serif; background: #ffffff; }
@@ -85,11 +95,12 @@ def layout(timeline: Timeline) -> list[list[Cell]]:
     return rows
 
 
-def label(schedule: Schedule, instr: Instr) -> str:
+def label(schedule: Schedule, instr: Instr, form: tuple[str, str, str] = PLAIN) -> str:
     """Return the name of a pass, without the stage where each rank holds only one."""
-    return "&".join(
-        f"{kind}{mb}" if schedule.one_stage_each else f"{stage}{kind}{mb}"
-        for kind, stage, mb in parts(instr)
+    alone, staged, between = form
+    text = alone if schedule.one_stage_each else staged
+    return between.join(
+        text.format(kind=kind, stage=stage, mb=mb) for kind, stage, mb in parts(instr)
     )
 
 
@@ -218,7 +229,7 @@ def symbols(timeline: Timeline, width: int = WIDTH) -> str:
     stamps = [short_number(time) for time in times]
     columns = []
     for pp_rank, row in enumerate(rows):
-        named = {cell.start: symbol(timeline.schedule, cell.instr) for cell in row}
+        named = {cell.start: label(timeline.schedule, cell.instr, SYMBOL) for cell in row}
         columns.append([f"worker {pp_rank}", *(named.get(time, "") for time in times)])
     head = ["time", *stamps]
     head_width = max(map(len, head)) + 2
@@ -239,31 +250,6 @@ def symbols(timeline: Timeline, width: int = WIDTH) -> str:
     return "\n\n".join(blocks)
 
 
-def notation(schedule: Schedule) -> str:
-    """Return what the symbols mean, compared with the notation of textbooks that number blocks."""
-    kinds = {instr.kind for program in schedule.programs for instr in program}
-    words = {
-        "F": "F_k is the forward pass of microbatch k",
-        "B": "B_k its backward pass",
-        "I": "I_k its input gradient",
-        "W": "W_k its weight gradient",
-    }
-    meanings = ", ".join(
-        text
-        for kind, text in words.items()
-        if kind in kinds or (kind in "FB" and "OVERLAP_F_B" in kinds)
-    )
-    lines = [f"{meanings}. The column says on which worker."]
-    if not schedule.one_stage_each:
-        lines.append("F_k^s is that of stage s, where a worker holds several stages.")
-    lines.append(
-        "Some textbooks write B_l for block l, with an arrow for the direction.\n"
-        "Their B_l up is F here, in the column of the worker that holds block l.\n"
-        "Their B_l down is the backward pass there: B, or I and W."
-    )
-    return "\n".join(lines)
-
-
 def book_notation(schedule: Schedule) -> str:
     """Return what the marks of a textbook's drawing mean, and where mpipar counts differently."""
     mark, of = (
@@ -273,14 +259,6 @@ def book_notation(schedule: Schedule) -> str:
         f"{mark}{ARROWS['F']} is the forward pass of {of}, {mark}{ARROWS['B']} its backward"
         " pass.\nBlocks and workers count from 1 here: worker 1 is worker 0 elsewhere, and"
         " block 1 is stage 0."
-    )
-
-
-def symbol(schedule: Schedule, instr: Instr) -> str:
-    """Return F_k, or F_k^stage where a rank holds several stages."""
-    return " & ".join(
-        f"{kind}_{mb}" if schedule.one_stage_each else f"{kind}_{mb}^{stage}"
-        for kind, stage, mb in parts(instr)
     )
 
 
