@@ -16,10 +16,9 @@ from in_process import assert_refused, printed, refusal
 from program import block_of, mpipar
 
 from mpipar import __version__, cli, errors
-from mpipar.commands.command import Command
 from mpipar.config.sections import FIELDS, FLAGS
 from mpipar.config.setting import flag
-from mpipar.errors import DataError, UsageError
+from mpipar.errors import UsageError
 from mpipar.models.params import all_params
 from mpipar.run.process import failure
 from mpipar.run.resolve import resolve
@@ -160,17 +159,6 @@ def test_flags_are_read_and_kernels_chosen_before_numpy_is_loaded():
     assert result.stdout.splitlines() == shown, result.tail()
 
 
-def test_every_command_is_a_module_with_one_object():
-    folder = REPOSITORY / "mpipar" / "commands"
-    names = {
-        path.stem
-        for path in folder.glob("*.py")
-        if re.search(r"^COMMAND = ", path.read_text(), re.MULTILINE)
-    }
-    assert names == set(cli.COMMANDS)
-    assert all(isinstance(cli.command_of(name), Command) for name in names)
-
-
 def test_nothing_below_the_command_line_sees_what_argparse_makes():
     """What was typed goes down as frozen values: arguments of a command, and a Config."""
     package = REPOSITORY / "mpipar"
@@ -273,7 +261,7 @@ def test_all_mistakes_of_flags_and_a_file_at_once(tmp_path):
     assert [word for word in expected if word not in text] == [], text
 
 
-@pytest.mark.parametrize("words", ["train --help", "--help", "explain", "schedule 1f1b", "doctor"])
+@pytest.mark.parametrize("words", ["train --help", "explain"])
 def test_reader_that_has_seen_enough_gets_no_error(words):
     """As in `mpipar explain | head`, but the reader leaves before anything is printed."""
     script = f"set -o pipefail; {sys.executable} -m mpipar {words} | true"
@@ -305,21 +293,6 @@ def test_rows_may_be_shorter_than_the_table_of_positions(weights):
     assert [p.shape for _, p in all_params(model, (3,)) if "positions" in p.name] == [(32, 48)]
     with pytest.raises(UsageError, match=r"--seq-len 33: contradicts .* it is 32; leave"):
         resolve(reading_of(*words, "33"), 1)
-
-
-def test_flags_that_contradict_the_weights_are_refused(weights):
-    words = ["--init-from", weights, "--layers", "4", "--vocab-size", "64", "--heads", "4"]
-    with pytest.raises(UsageError) as caught:
-        resolve(reading_of(*words), 1)
-    assert len(caught.value.problems) == 2, caught.value.problems
-    assert "--layers 4: contradicts" in str(caught.value)
-    assert "where it is 3; leave --layers out" in str(caught.value)
-    assert "--vocab-size 64: contradicts" in str(caught.value)
-
-
-def test_weights_that_are_not_there_are_bad_data(tmp_path):
-    with pytest.raises(DataError, match="--init-from"):
-        resolve(reading_of("--init-from", str(tmp_path)), 1)
 
 
 # --- refusals of `mpipar train`: exit code, message, and no file left on disk
@@ -445,21 +418,3 @@ def test_all_problems_at_once_and_one_block(text_folder):
     ):
         assert block.count(part) == 1, (part, result.tail())
     assert sorted(path.name for path in text_folder.rglob("*")) == ["notes.txt", "run", "text.txt"]
-
-
-def test_bad_data_ends_with_its_code_and_one_block(text_folder):
-    result = mpipar(
-        "train",
-        *SHORT,
-        "--out",
-        "run",
-        "--data",
-        "text.txt",
-        "--vocab-size",
-        "50257",
-        cwd=text_folder,
-    )
-    block_of(result, 65, "text.txt")
-    assert "Traceback" not in result.stderr
-    assert result.stdout == ""
-    assert [path.name for path in text_folder.iterdir()] == ["text.txt"]
