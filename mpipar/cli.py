@@ -101,7 +101,7 @@ def context_of(session: Session | None, name: str, words: list[str]) -> Context:
     Problems of a configuration stay in its ParsedConfig: `resolve` adds those found later.
     """
     command, parser = command_of(name), command_parser(name, "--help-all" in words)
-    typed, problems = flags.parsed(parser, words, command.is_free)
+    typed, problems = flags.parsed(parser, words)
     args = read_arguments(command.arguments, typed, problems)
     # Without settings of a configuration, everything typed is the command's own arguments.
     parsed, found = read(typed if command.fields else {}, problems, command.trains), []

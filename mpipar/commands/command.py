@@ -69,8 +69,8 @@ class Command:
     it refuses the others. help_of: {setting: help in place of its own}. examples: for its help.
 
     needs_mpi: whether all ranks run it, or only one process. trains: whether it has steps that a
-    signal can end, and accepts --layout auto. is_free: whether arguments may stand between flags.
-    problems(args): what is wrong with its own arguments, beyond the value of each.
+    signal can end, and accepts --layout auto. problems(args): what is wrong with its own
+    arguments, beyond the value of each.
     """
 
     run: Callable[[Context], int]
@@ -81,5 +81,4 @@ class Command:
     examples: str = ""
     needs_mpi: bool = False
     trains: bool = False
-    is_free: bool = False
     problems: Callable[..., Iterable[UserError]] = lambda args: ()

@@ -131,6 +131,5 @@ COMMAND = Command(
     run,
     "prepare TEXT... --tokenizer WHAT --out FOLDER [--separator TEXT]",
     Arguments,
-    is_free=True,
     problems=problems,
 )

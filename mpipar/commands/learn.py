@@ -55,4 +55,4 @@ def run(context: Context) -> int:
     return EXIT_OK if off <= catalog.TOLERANCE else EXIT_CHECK_FAILED
 
 
-COMMAND = Command(run, "[EXAMPLE]", Arguments, examples=EXAMPLES, needs_mpi=True, is_free=True)
+COMMAND = Command(run, "[EXAMPLE]", Arguments, examples=EXAMPLES, needs_mpi=True)

@@ -28,6 +28,5 @@ COMMAND = Command(
     Arguments,
     examples=EXAMPLES,
     needs_mpi=True,
-    is_free=True,
     problems=problems,
 )

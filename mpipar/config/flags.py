@@ -68,11 +68,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-def counts(text: str) -> tuple[int, ...]:
-    """Return several counts separated by commas, as 1,2,4, without duplicates."""
-    return tuple(dict.fromkeys(map(count, text.split(","))))
-
-
 def add_flags(
     parser: argparse.ArgumentParser,
     names=frozenset(FLAGS),
@@ -139,14 +134,13 @@ def add_field(group, field: dataclasses.Field, **more) -> None:
 
 
 def parsed(
-    parser: argparse.ArgumentParser, words: list[str], is_free: bool = False
+    parser: argparse.ArgumentParser, words: list[str]
 ) -> tuple[dict[str, object], list[str]]:
     """Return ({field: text} of what was typed, problems with what the parser does not know).
 
-    is_free: whether arguments without a flag may stand before, between and after the flags.
+    Arguments without a flag may stand before, between and after the flags.
     """
-    parse = parser.parse_known_intermixed_args if is_free else parser.parse_known_args
-    typed, extras = parse(words)
+    typed, extras = parser.parse_known_intermixed_args(words)
     return vars(typed), unknown_flags(parser, extras)
 
 

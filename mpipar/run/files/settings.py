@@ -265,15 +265,7 @@ def to_toml(config: Config) -> str:
             lines += ["", f"# {section}"] if lines else [f"# {section}"]
             last = section
         if value is not None:
-            lines.append(f"{flag(field.name)[2:]} = {_literal(value)}")
+            # JSON's words and escapes are TOML's, except that TOML forbids a bare DEL.
+            literal = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            lines.append(f"{flag(field.name)[2:]} = {literal}")
     return "\n".join(lines) + "\n"
-
-
-def _literal(value) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_literal(one) for one in value) + "]"
-    if isinstance(value, str):  # JSON's escapes are TOML's, except that TOML forbids a bare DEL
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)

@@ -177,7 +177,7 @@ def command_problem(command):
     if program == "mpipar" and words[1:] not in [[name] for name in cli.COMMANDS]:
         try:
             command, parser = cli.command_of(words[1]), cli.command_parser(words[1])
-            typed, problems = flags.parsed(parser, words[2:], command.is_free)
+            typed, problems = flags.parsed(parser, words[2:])
             read_arguments(command.arguments, typed, problems)
         except UsageError as error:
             problems = error.problems
