@@ -4,7 +4,6 @@ tests/equal/run/test_weights_and_text.py shows that every layout draws the same 
 """
 
 import json
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -135,17 +134,6 @@ def test_greedy_text_is_that_of_an_independent_gpt2(name, prompt, models):
     assert generated(models, name, *words) == expected_text(models, name, prompt, 20)
 
 
-def test_any_number_of_tokens(models):
-    for count in (0, 1, 5):
-        words = ["--prompt", "1 2 3", "--sample-tokens", str(count)]
-        assert len(generated(models, "ids", *words).split()) == 3 + count
-
-
-def test_float32_is_the_default(models):
-    result = alone("generate", models[0] / "bytes" / "weights", "--prompt", "a").ended()
-    assert result.stdout.startswith("a")
-
-
 @pytest.mark.parametrize(("words", "code", "parts"), [
     ("nowhere", 65, ["nowhere: there is no such folder"]),
     ("bytes --prompt=", 2, ["--prompt ''"]),
@@ -228,52 +216,7 @@ def test_weights_that_are_not_finite_are_refused(value, dtype, models, tmp_path)
         checkpoint.load(worker, str(folder))
 
 
-def test_a_pipe_as_weights_is_refused_and_not_waited_for(models, tmp_path):
-    folder = shutil.copytree(models[0] / "ids" / "weights", tmp_path / "weights")
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
-    assert_refused(
-        65,
-        ["model.safetensors: ", "is a folder, a pipe or a device; give a regular file"],
-        "generate",
-        folder,
-        "--prompt",
-        "7",
-    )
-
-
 # --- training on tokens ends in tokens
-
-
-def test_a_model_of_ids_continues_its_own_data_by_default(tmp_path):
-    """The default prompt is text, which such a model cannot take; nobody typed it."""
-    ids = np.tile(np.arange(600, 620), 30).astype("<u2")
-    (tmp_path / "tokens.bin").write_bytes(ids.tobytes())
-    words = [
-        "--data",
-        tmp_path / "tokens.bin",
-        "--vocab-size",
-        "620",
-        "--steps",
-        "1",
-        "--layers",
-        "1",
-        "--d-model",
-        "4",
-        "--heads",
-        "1",
-        "--seq-len",
-        "8",
-        "--sample-tokens",
-        "3",
-        "--batch-size",
-        "4",
-    ]
-    result = alone("train", *words, "--out", tmp_path / "run").ended()
-    assert "bigram" not in result.stdout, "that model is one of bytes"
-    text = result.stdout.split("text generated from '600':\n")[1].splitlines()[0]
-    assert len(text.removeprefix("| ").split()) == 4
-    assert text.startswith("| 600 ")
 
 
 @pytest.mark.parametrize(("config", "generation", "expected"), [

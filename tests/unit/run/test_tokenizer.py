@@ -298,12 +298,3 @@ def test_a_tokenizer_file_that_is_another_is_named(content, part, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(DataError, match=f"tokenizer.json: is .*{part}"):
         load_tokenizer(tmp_path)
-
-
-@pytest.mark.text
-def test_text_is_not_bytes_for_a_model_with_its_own_tokenizer(tmp_path):
-    save_tokenizer(tmp_path, 300)
-    with pytest.raises(DataError, match=r"type mpipar data prepare TEXT\.\.\. --tokenizer"):
-        tokenizer_of(tmp_path, 300, is_text=True)
-    byte_tokenizer(end=True).copy(tmp_path)
-    assert tokenizer_of(tmp_path, 300, is_text=True).is_bytes
