@@ -21,9 +21,8 @@ from mpipar.run.compared import config_facts, digest_of_value
 from mpipar.run.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.run.files.settings import ParsedConfig
 from mpipar.run.inference import prompts as prompts_module
-from mpipar.run.inference.generate import FULL, STOP, Text, generate
+from mpipar.run.inference.generate import FULL, STOP, Sampling, Text, generate
 from mpipar.run.inference.prompts import Prompt
-from mpipar.run.inference.sampling import Sampling
 from mpipar.run.process.session import Session
 from mpipar.run.resolve import resolve
 from mpipar.run.source import find_source, tokenizer_folder

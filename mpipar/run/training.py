@@ -49,8 +49,7 @@ from mpipar.run.folder import (
     truncate_after,
     write_result,
 )
-from mpipar.run.inference.generate import continue_one
-from mpipar.run.inference.sampling import Sampling
+from mpipar.run.inference.generate import Sampling, continue_one
 from mpipar.run.inputs import prepare
 from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas

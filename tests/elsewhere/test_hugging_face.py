@@ -20,8 +20,7 @@ from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.formats import apart, format_of
 from mpipar.run.checkpoint.hf_llama import LLAMA
 from mpipar.run.checkpoint.weight_files import WeightFiles
-from mpipar.run.inference.generate import STOP, Text, generate
-from mpipar.run.inference.sampling import Sampling
+from mpipar.run.inference.generate import STOP, Sampling, Text, generate
 from mpipar.train.optim import learning_rate
 
 torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")

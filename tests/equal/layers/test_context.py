@@ -28,8 +28,7 @@ from mpipar.layers.parallel.context import attention_over
 from mpipar.layers.stash import Batch
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.run.data import rows as data_rows
-from mpipar.run.inference.generate import continue_one
-from mpipar.run.inference.sampling import Sampling
+from mpipar.run.inference.generate import Sampling, continue_one
 from mpipar.study.explain.predict import predict
 
 pytestmark = [pytest.mark.ranks(2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]

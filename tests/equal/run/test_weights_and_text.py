@@ -11,8 +11,7 @@ from mpipar.comm.record import Sums
 from mpipar.config.model import model_config
 from mpipar.layers.stash import Batch
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.inference.generate import Text, continue_one, generate
-from mpipar.run.inference.sampling import Sampling
+from mpipar.run.inference.generate import Sampling, Text, continue_one, generate
 
 HERE = LAYOUTS[WORLD.size]
 SHAPE = {"layers": MODEL.layers, "D": MODEL.d_model, "F": MODEL.ffn, "T": MODEL.seq_len,

@@ -28,7 +28,7 @@ from mpipar.config.text import printable
 from mpipar.errors import UserError
 from mpipar.run.files.settings import ParsedConfig, over, to_toml, values_of
 from mpipar.run.inference import generate
-from mpipar.run.inference.sampling import Sampling
+from mpipar.run.inference.generate import Sampling
 from mpipar.run.process.session import AgreedError, Session
 from mpipar.run.resolve import resolve
 from mpipar.run.resume import FIXED, resumed

@@ -27,9 +27,8 @@ from mpipar.run import generation as generate_command
 from mpipar.run import inputs
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.data.tokenizer import default_tokenizer, load_tokenizer, tokenizer_of
-from mpipar.run.inference.generate import Text
+from mpipar.run.inference.generate import Sampling, Text, draw
 from mpipar.run.inference.prompts import Prompt, answer, read_prompts, show
-from mpipar.run.inference.sampling import Sampling, draw
 
 SHAPE = {"layers": 4, "D": 18, "F": 31, "T": 7, "tied": True}
 HEADS = 6

@@ -27,8 +27,16 @@ from mpipar.layers.recompute import ActivationRecompute
 from mpipar.layers.stash import Stash
 from mpipar.ops import make
 from mpipar.run.inference import generate as generation
-from mpipar.run.inference.generate import FULL, LENGTH, STOP, Text, continue_one, generate
-from mpipar.run.inference.sampling import Sampling, draw
+from mpipar.run.inference.generate import (
+    FULL,
+    LENGTH,
+    STOP,
+    Sampling,
+    Text,
+    continue_one,
+    draw,
+    generate,
+)
 from mpipar.train.worker import Worker
 
 GREEDY = Sampling(8)
