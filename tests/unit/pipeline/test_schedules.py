@@ -253,25 +253,25 @@ def test_messages_by_rank(name, chunks):
 @given(st.integers(1, 6), st.integers(1, 18), st.integers(1, 3), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
 def test_peak_stash_forms_by_rank(p, m, v, rounds):
-    ranks = range(p)
-    assert list(check(make_schedule("1f1b", p, m)).peak_stash) == [min(p - r, m) for r in ranks]
-    even = rounds * p
-    assert list(check(make_schedule("interleaved", p, even, v)).peak_stash) == [
-        min(2 * (p - 1 - r) + (v - 1) * p + 1, even * v) for r in ranks
-    ]
-    assert list(check(make_schedule("naive", p, m)).peak_stash) == [1] * p
-    assert list(check(make_schedule("gpipe", p, m)).peak_stash) == [m] * p
-    assert list(check(make_schedule("eager-1f1b", p, m)).peak_stash) == [
-        min(2 * (p - r) - 1, m) for r in ranks
-    ]
-    assert list(check(make_schedule("looped-bfs", p, m, v)).peak_stash) == [m * v] * p
-    long = 2 * p - 1 + m
-    assert list(check(make_schedule("zb-h1", p, long)).peak_stash) == [p] * p
-    assert list(check(make_schedule("zb-h2", p, long)).peak_stash) == [2 * p - 1] * p
-    assert list(check(make_schedule("zb-v", p, long)).peak_stash) == [2 * p] * p
-    assert list(check(make_schedule("dualpipe-v", p, long + 1)).peak_stash) == [2 * p + 1] * p
-    late = check(make_schedule("interleaved-zb", p, even, v))
-    assert list(late.peak_stash) == [min(p * v, even * v)] * p
+    even, long = rounds * p, 2 * p - 1 + m
+    forms = {  # microbatches, chunks, stash of each rank
+        "1f1b": (m, None, [min(p - r, m) for r in range(p)]),
+        "interleaved": (
+            even, v, [min(2 * (p - 1 - r) + (v - 1) * p + 1, even * v) for r in range(p)]
+        ),
+        "naive": (m, None, [1] * p),
+        "gpipe": (m, None, [m] * p),
+        "eager-1f1b": (m, None, [min(2 * (p - r) - 1, m) for r in range(p)]),
+        "looped-bfs": (m, v, [m * v] * p),
+        "zb-h1": (long, None, [p] * p),
+        "zb-h2": (long, None, [2 * p - 1] * p),
+        "zb-v": (long, None, [2 * p] * p),
+        "dualpipe-v": (long + 1, None, [2 * p + 1] * p),
+        "interleaved-zb": (even, v, [min(p * v, even * v)] * p),
+    }  # fmt: skip
+    for name, (count, chunks, expected) in forms.items():
+        found = check(make_schedule(name, p, count, chunks)).peak_stash
+        assert list(found) == expected, name
 
 
 costs = st.builds(

@@ -8,7 +8,7 @@ import sys
 import zlib
 
 import pytest
-from in_process import assert_refused, printed
+from in_process import assert_refused, at_once, printed
 from trace_cases import pipeline_trace
 
 from mpipar import cli
@@ -114,10 +114,18 @@ def test_csv_in_both_directions(form, tmp_path, capsys):
         ("looped-bfs --group-size 4", ["--group-size: is gone; leave it out"]),
         ("--from-csv no.csv", ["cannot read no.csv"]),
         ("--compare --pp 0", ["--pp 0: must be at least 1"]),
+        ("1f1b --pp -1 --chunks 0", ["--pp -1: must be at least", "--chunks 0: must be at least"]),
+        (f"gpipe --pp {10**30}", [f"--pp {10**30}: must be at most 4,096"]),
+        ("gpipe --num-microbatches 1e3", ["--num-microbatches 1e3: must be a whole number"]),
+        ("looped-bfs --chunks 9999", ["--chunks 9999: must be at most 1,024"]),
+        ("v-min --pp 4096 --num-microbatches 65536", ["at most 262,144 forward passes"]),
+        ("--compare --chunks 1024 --pp 9", ["--pp times --chunks times --num-microbatches may"]),
+        ("zb-v --pp 4096 --num-microbatches 32 --html a.html", ["--html draws at most 4,096"]),
     ],
 )
 def test_mistakes(words, expected, capsys):
-    with pytest.raises(UsageError) as caught:
+    """In no time, however large a number is."""
+    with at_once(5), pytest.raises(UsageError) as caught:
         run(words, capsys)
     assert caught.value.exit_code == 2
     for text in expected:
