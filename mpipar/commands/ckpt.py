@@ -1,5 +1,6 @@
 """`mpipar ckpt ls | verify | export RUN`: list, check and export a run's checkpoints; no MPI."""
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def run(context: Context) -> int:
     args = context.args
     folder = Path(args.run_folder)
     if not is_run(folder):
-        what = "is not a run folder" if folder.exists() else "there is no such folder"
+        what = "is not a run folder" if os.path.exists(folder) else "there is no such folder"
         raise DataError(f"{folder}: {what}; give one of mpipar train")
     found = committed_steps(folder / CHECKPOINTS)
     steps = [(step, path) for step, path in found if args.step in (None, step)]

@@ -75,10 +75,6 @@ def problems(args: Arguments) -> list[UserError]:
             os.path.lexists(out.replace("\0", "")),
             f"--out {brief(out)}: exists; prepare never overwrites: name a new one",
         ),
-        (
-            args.separator == "",
-            "--separator '': is empty; name the text that separates two documents",
-        ),
     )
     return [error(texts) for error, texts in ((UsageError, found), (DataError, missing)) if texts]
 

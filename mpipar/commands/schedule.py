@@ -232,7 +232,7 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
         print(f"\n{workers(timeline)}")
     for path in (args.svg, args.csv):
         if path:
-            print(f"wrote {path}")
+            print(f"wrote {harmless(path)}")
 
 
 def book_picture(timeline: Timeline) -> str:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 from mpipar.comm.grid import AXES, PIECES_PER_RANK
 from mpipar.config.grid import AUTO
-from mpipar.config.layout import cuts_heads, divisors, matching
+from mpipar.config.layout import cuts_heads, matching
 from mpipar.config.run import NEVER, RunConfig, trace_steps
 from mpipar.config.sections import Config, in_force, named
 from mpipar.config.text import counted, shown
@@ -53,20 +53,10 @@ def values_of(config: Config, **facts) -> SimpleNamespace:
 
     facts: `ranks`, their number. free: the axes that were not given. csv: the schedule in the file
     of --schedule-csv. machine, chooses_layout: --machine, and whether --layout is auto.
-    fewer_islands, fewer_experts: the next legal --islands and, inside an island, --ep.
     """
     usual = {"ranks": None, "free": frozenset(), "csv": None, "machine": None}
     usual |= {"chooses_layout": False, "axes_product": config.grid.num_ranks}
-    grid, experts = config.grid, vars(config.model).get("experts") or 1
-    inside = (grid.dp or 1) // (grid.islands or 1) * grid.cp
-    usual["fewer_islands"] = largest_divisor(grid.dp or 1, grid.islands)
-    usual["fewer_experts"] = largest_divisor(math.gcd(inside, experts), grid.ep)
     return SimpleNamespace(**in_force(config), **usual | facts)
-
-
-def largest_divisor(number: int, most: int | None) -> int:
-    """Return the largest divisor of a number that is at most `most`."""
-    return max(one for one in divisors(number or 1) if one <= max(most or 1, 1))
 
 
 def broken_of(
@@ -336,8 +326,8 @@ LAYOUT = (
         "islands of replicas",
         ("islands", "dp"),
         lambda v: v.islands and v.dp % v.islands > 0 and not v.chooses_layout,
-        "islands are equal parts of the dp replicas; use an --islands that divides {dp}, such as"
-        " {fewer_islands}, or a --dp that is a multiple of {islands}",
+        "islands are equal parts of the dp replicas; use an --islands that divides {dp}, or a"
+        " --dp that is a multiple of {islands}",
         complete=True,
     ),
     Rule(
@@ -345,7 +335,7 @@ LAYOUT = (
         ("ep", "islands", "dp", "cp"),
         lambda v: v.experts and v.islands and v.dp % v.islands == 0 and island_data(v) % v.ep > 0,
         "each island holds all experts, divided over its dp/islands x cp ranks; use an --ep that"
-        " divides {dp} / {islands} * {cp}, such as {fewer_experts}",
+        " divides {dp} / {islands} * {cp}",
         complete=True,
     ),
     Rule(

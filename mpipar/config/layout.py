@@ -4,7 +4,7 @@ It is plain arithmetic on sizes. `config.combinations` explains why a layout doe
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 Layout = tuple[int, int, int]  # (dp, pp, tp)
 
@@ -37,11 +37,6 @@ def divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""
     low = [small for small in range(1, math.isqrt(number) + 1) if number % small == 0]
     return sorted({*low, *(number // small for small in low)})
-
-
-def nearest(values: Iterable[int], near: int, count: int = 6) -> list[int]:
-    """Return the `count` values nearest to `near`, ascending."""
-    return sorted(sorted(values, key=lambda value: (abs(value - near), value))[:count])
 
 
 def cuts_heads(tp: int, heads: int, kv_heads: int) -> bool:

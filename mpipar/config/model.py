@@ -21,7 +21,6 @@ ARCHS = {
 }
 OF_ROPE = ("positions", "rope")
 OF_EXPERTS = ("experts",)  # for any number of experts
-SCALING = "8,1,4,8192"  # of rotations, in Llama 3.1
 CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}  # how a layer is cut: not the model's shape
 
 

@@ -55,7 +55,7 @@ def read(
     which come first. may_choose: whether the command accepts --layout auto.
     """
     problems, notes, path = list(problems), [], typed.get("config")
-    of_file = _read_file(str(path), problems, notes) if path else {}
+    of_file = _read_file(str(path), problems, notes) if path is not None else {}
     of_flags = dict(today(*one) for one in typed.items() if one[0] in {*FIELDS, *RENAMED, "layout"})
     values, bad, chooses = {}, set(), False
     for source, where in ((of_file, path), (of_flags, None)):
