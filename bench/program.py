@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from bench import results
 from mpipar.config import flags
+from mpipar.interconnect.files import check_writable
 from mpipar.run.process.session import guard
 
 Counts = Mapping[str, tuple[int, str]]  # flag: its default, its help
@@ -84,9 +85,9 @@ class Program:
         together = self.together(args) if callable(self.together) else self.together
         if together:
             first = session.start().rank == 0
-            session.agree(lambda: results.check_writable(args.json if first else None))
+            session.agree(lambda: check_writable(args.json if first else None))
         else:
-            results.check_writable(args.json)
+            check_writable(args.json)
         found = self.measure(args, session)
         if isinstance(found, int):
             return found

@@ -115,16 +115,12 @@ def measure_calls(repeats: int) -> dict[str, dict]:
 def row(name: str, records: int, bare: list[float], recorded: list[float]) -> dict:
     """Return the figures of an operation per record; bare, recorded: seconds of batches."""
     each = 1e9 / BATCH / records
-    best, tenth = (
-        [each * of(times) for times in (bare, recorded)]
-        for of in (min, lambda times: statistics.quantiles(times, n=10)[0])
-    )
+    best = [each * min(times) for times in (bare, recorded)]
     return {
         "operation": name,
         "bare_ns": best[0],
         "recorded_ns": best[1],
         "cost_ns": best[1] - best[0],
-        "cost_p10_ns": tenth[1] - tenth[0],
     }
 
 

@@ -8,12 +8,11 @@ import importlib.util
 import json
 import os
 import platform
-import stat
 from pathlib import Path
 
 import numpy as np
 
-from mpipar.errors import DataError, OutputError
+from mpipar.errors import DataError
 from mpipar.interconnect.files import write_text
 from mpipar.run.process.blas import processor
 
@@ -32,25 +31,6 @@ def machine() -> dict:
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
-
-
-def check_writable(path: str | None) -> None:
-    """Before measuring, raise OutputError if `write` could not write the file of --json.
-
-    path: None if nothing will be written. The check leaves no trace.
-    """
-    if path is None:
-        return
-    place = Path(path)
-    try:
-        if stat.S_ISDIR(place.stat().st_mode):
-            raise OutputError(f"--json {path}: is a folder; name a file")
-    except FileNotFoundError:  # `write` makes missing folders
-        place = next(one for one in place.absolute().parents if one.exists())
-    except OSError as error:
-        raise OutputError(f"--json {path}: {error.strerror}") from error
-    if not os.access(place, os.W_OK):
-        raise OutputError(f"--json {path}: {place} cannot be written")
 
 
 def write(

@@ -5,7 +5,6 @@ A step on shapes shows what a rank of any layout sends, holds and computes, with
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from mpipar import cli
@@ -51,12 +50,9 @@ class Trained:
         return self.worker.train_step(number, lambda mb: self.rows.train(number, mb))
 
 
-context_of = partial(cli.context_of, None, "explain")
-
-
 def config_of(words: list[str]) -> Any:
     """Return the resolved config of the flags of `mpipar explain`. Raises UsageError."""
-    return resolve(*of_named_axes(context_of(words).parsed))[0]
+    return resolve(*of_named_axes(cli.context_of(None, "explain", words).parsed))[0]
 
 
 def take_step(config: Any, rank: int, recorder: Recorder, ops: Any) -> Worker:

@@ -6,11 +6,10 @@
     python -m bench.claims scaling [--json FILE]          # FLOPs and bytes of a rank against tp
     mpiexec -n 4 python -m bench.claims hybrids [--json FILE]   # how four workers spend their time
     mpiexec -n 4 python -m bench.claims sharing [--json FILE]   # recomputation, ZeRO: their price
-    mpiexec -n 4 python -m bench.claims limit [--json FILE]     # a model too large for one device
     mpiexec -n 4 python -m bench.claims moe [--json FILE]       # experts by ep
 
 Barriers and memory come from the shapes-only run, which tests prove equal to the records of real
-runs. Hybrids, limit, moe, and the times of sharing are real training steps.
+runs. Hybrids, moe, and the times of sharing are real training steps.
 """
 
 from __future__ import annotations
@@ -25,10 +24,6 @@ COMPUTED = {
     "cuts": computed.cuts,
     "scaling": computed.scaling,
 }
-FACTS = {
-    "limit": measured.TOO_LARGE,
-    "moe": measured.EXPERTS,
-}
 
 
 def make_table(args, session) -> Outcome | int:
@@ -37,7 +32,8 @@ def make_table(args, session) -> Outcome | int:
         rows = COMPUTED[args.table]()
     elif (rows := measured.TABLES[args.table](session.world)) is None:
         return 0
-    facts = FACTS.get(args.table, {"rows_per_step": 16, "microbatches": 8, **MODEL})
+    plain = {"rows_per_step": 16, "microbatches": 8, **MODEL}
+    facts = measured.EXPERTS if args.table == "moe" else plain
     return Outcome(rows, facts, variant=args.table)
 
 

@@ -1,14 +1,10 @@
 """The tables of bench.claims that come from real training steps.
 
 With experts, only barriers between the ranks of an expert group are counted, on four ranks of dp.
-
-In `limit`, each of the model's two blocks is too large for one device. A pipeline gives each stage
-a whole block, so it is valid but does not help. Only cutting the layers themselves helps.
 """
 
 from __future__ import annotations
 
-import re
 import statistics
 import tempfile
 from collections import Counter
@@ -19,15 +15,12 @@ from typing import Any
 
 from bench.claims.computed import configure, layout_name
 from bench.training import Trained
-from mpipar import ops as ops_module
 from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.comm.record import COMPUTE, Recorder
 from mpipar.config.run import traced_steps
-from mpipar.errors import OutOfMemory
-from mpipar.run.memory_limit import memory_limit
 from mpipar.run.trace import trace_file
 from mpipar.run.trace.tracer import Tracer
-from mpipar.study.explain.predict import fullest, predict
+from mpipar.study.explain.predict import predict
 from mpipar.study.trace import segments
 from mpipar.study.trace.analysis import Analysis
 
@@ -203,63 +196,11 @@ def exchanged(trace) -> dict[str, float]:
     }
 
 
-TOO_LARGE = {"layers": 2, "d_model": 256, "heads": 8, "seq_len": 16, "ffn": 32768}
-LIMIT_MIB = 190
-PLACE = re.compile(r" \(mpipar/\S+:\d+\)")  # in the sources, of a tensor
-LIMITED = [{}, {"dp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}]
-
-
-def attempt(config, world) -> str:
-    """Train two steps; return "trains", or what did not fit.
-
-    If one rank of these layouts lacks memory, all do. They notice it at the optimizer, before the
-    first message, so that no rank is left waiting. Comm: everything of those steps.
-    """
-    ops, recorder = ops_module.make("cpu", "float32"), Recorder(1 << 16)
-    try:
-        with memory_limit(config, ops):
-            trained = Trained(config, world, recorder, ops=ops)
-            for step in (1, 2):
-                trained.step(step)
-            trained.worker.close()
-    except OutOfMemory as error:
-        return PLACE.sub("", error.problems[0].partition(", but")[0])
-    return "trains"
-
-
-def too_large(world) -> list[dict] | None:
-    """Return which layouts train under the same --memory-limit: a row for each, on world rank 0.
-
-    Comm: a split of the world per layout, and training.
-    """
-    rows = []
-    for axes in LIMITED:
-        config = configure(
-            axes, axes.get("dp", 1), batch_size=4, memory_limit=LIMIT_MIB << 20, **TOO_LARGE
-        )
-        count = config.grid.num_ranks
-        part = world.Split(0 if world.rank < count else 1, world.rank)
-        outcome = attempt(config, part) if world.rank < count else ""
-        part.Free()
-        outcomes = gather_objects(world, outcome)
-        if outcomes:
-            rows.append(
-                {
-                    "layout": layout_name(axes) or "one rank",
-                    "predicted_peak_MiB": fullest(config).peak_total / 2**20,
-                    "limit_MiB": LIMIT_MIB,
-                    "outcome": outcomes[0],
-                }
-            )
-    return rows if world.rank == 0 else None
-
-
 TABLES: dict[str, Table] = {
     "hybrids": from_steps(HYBRIDS, configure, hybrid_row, traced=True),
     "sharing": from_steps(
         SHARING, lambda layout, settings: configure(layout, **settings), sharing_row
     ),
-    "limit": too_large,
     "moe": from_steps(
         EXPERT_CASES, lambda ep: configure({"dp": 4}, ep=ep, **EXPERTS), expert_row, traced=True
     ),

@@ -6,7 +6,7 @@
     python -m bench.step --arch llama --kv-heads 2
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
     python -m bench.step --sides best             # the fastest form of each, or with `own` of ours
-    mpiexec -n 2 python -m bench.step --sides own --all-reduce mpi,window
+    mpiexec -n 2 python -m bench.step --sides own
 
 Each side is a row. mpipar's sides use NumPy and, if it is installed, Numba. On several ranks they
 are data and tensor parallelism, ZeRO, and pipelines (1f1b, zb-h1, zb-v). One rank alone is measured
@@ -59,7 +59,6 @@ from bench.step.torch_process import ALONE, TOGETHER, TorchProcess
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.objects import broadcast_text, gather_numbers
 from mpipar.config import flags
-from mpipar.config.run import SUMS
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.ops import KERNELS, make
@@ -99,19 +98,10 @@ def add_flags(parser) -> None:
         " not speed: NumPy widens and rounds around every function",
     )
     parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device in --dtype")
-    parser.add_argument(
-        "--all-reduce",
-        type=lambda text: text.split(","),
-        default=[],
-        metavar="NAME,NAME",
-        help="data and tensor parallelism also with these algorithms of train's --all-reduce",
-    )
 
 
 def check_flags(args, parser) -> None:
     """Check what was typed. Raises UsageError."""
-    if wrong := [name for name in args.all_reduce if name not in SUMS]:
-        parser.error(f"--all-reduce: no {wrong[0]!r}; choose from {', '.join(SUMS)}")
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         parser.error("--peak-tflops must be above 0")
     args.compiled = args.compiled and any(map(shutil.which, COMPILERS[args.device]))
@@ -129,9 +119,6 @@ def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
         if count % num_ranks == 0:
             name = f", {axis} {num_ranks}"
             found[name] = {axis: num_ranks}
-            found |= {
-                f"{name} {one}": {axis: num_ranks, "all_reduce": one} for one in args.all_reduce
-            }
             if axis == "dp":
                 found |= {f"{name} zero {one}": {axis: num_ranks, "zero": one} for one in (1, 3)}
     if args.device == "cpu" and args.layers >= num_ranks:

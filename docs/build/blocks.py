@@ -3,7 +3,7 @@
 A block starts with a comment that says what belongs there, and ends with `<!-- end -->`, each alone
 on its line. Options follow after ` :: `:
 
-    <!-- run: mpipar schedule naive --pp 4 :: lines 3:9 -->
+    <!-- run: mpipar schedule naive --pp 4 :: from ^time -->
 
 A comment inside a fenced listing is plain text, and so is a `command` comment, which .ci/run reads.
 """
@@ -49,15 +49,8 @@ class Block:
         return root / name
 
     def part(self, lines: list[str]) -> list[str]:
-        """Return the lines that `lines A:B`, `from REGEX` and `to REGEX` select, with `...` for the
-        rest.
-        """
+        """Return the lines that `from REGEX` and `to REGEX` select, with `...` for the rest."""
         first, last = 0, len(lines)
-        if "lines" in self.options:
-            low, _, high = self.options["lines"].partition(":")
-            first, last = int(low or 1) - 1, int(high or last)
-            if not 0 <= first < last <= len(lines):
-                raise self.problem(f"lines {self.options['lines']} of {len(lines)}")
         if "from" in self.options:
             first = self._find(lines, self.options["from"], 0)
         if "to" in self.options:

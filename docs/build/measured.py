@@ -4,7 +4,7 @@
     python -m docs.build measure bench/results/tour/naive.json      # its own commands once more
 
 All commands of a file run one after the other in one empty folder. If one of them traces a run, the
-file also keeps what two pictures need of it: its median step, that step simulated, and one barrier.
+file also keeps what the picture `barrier` shows of it.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from pathlib import Path
 from bench import results
 from docs.build.blocks import Block
 from docs.build.commands import Workplace, console
-from docs.build.places import by_function
-from mpipar.comm.record import PASSES
 from mpipar.errors import DataError
-from mpipar.pipeline.instructions import parts
 from mpipar.run.trace.trace_file import Trace, read
-from mpipar.study.trace import pop, waits
+from mpipar.study.trace import waits
 from mpipar.study.trace.timeline import median_step
 
 BENCH = "docs.build measure"
+PARTS = ("computes", "waits for the last rank", "transfer")  # of a rank's time at a barrier
 QUICK = 10  # seconds: a file whose commands take less has them run in CI
+LINE = re.compile(r"(mpipar/[\w/]+\.py):\d+")  # wrong after the next change above it
 
 
 def measure(path: Path, commands: list[str]) -> None:
@@ -41,24 +40,23 @@ def measure(path: Path, commands: list[str]) -> None:
             code, output = workplace.run(command)
             if code:
                 raise DataError(f"{command}: exit code {code}\n{output}")
-            rows.append(
-                {
-                    "command": command,
-                    "seconds": round(time.perf_counter() - start, 1),
-                    "output": by_function(without_host(output)),
-                }
-            )
+            seconds = round(time.perf_counter() - start, 1)
+            rows.append({"command": command, "seconds": seconds, "output": lasting(output)})
         beside = last_trace(workplace.folder())
     results.write(str(path), BENCH, rows, beside=beside)
 
 
-def without_host(output: str) -> str:
-    """Return the output with `host` for this machine's name; columns keep their places."""
+def lasting(output: str) -> str:
+    """Return the output without line numbers, and with `host` for this machine's name.
 
-    def replace(found: re.Match) -> str:
+    Columns keep their places.
+    """
+
+    def host(found: re.Match) -> str:
         return "host".ljust(len(found[0])) if len(found[1]) > 1 else f"host{found[1]}"
 
-    return re.sub(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w.-])( *)", replace, output)
+    output = LINE.sub(lambda found: found[1].ljust(len(found[0])), output)
+    return re.sub(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w.-])( *)", host, output)
 
 
 def is_quick(path: Path) -> bool:
@@ -88,80 +86,21 @@ def shown(block: Block, root: Path) -> str:
     return "\n\n".join([*shown, f"Measured: {facts}."])
 
 
-# --- what is kept of a traced run
+# --- what the picture `barrier` shows
 
 
 def last_trace(folder: Path) -> dict:
-    """Return {"trace": ...} of the newest traced run below a folder, or {}."""
+    """Return the `barrier` of the newest traced run below a folder, or {}."""
     found = sorted(folder.glob("**/trace/meta.json"), key=lambda path: path.stat().st_mtime)
-    if not found:
-        return {}
-    trace = read(found[-1].parent.parent)
-    step, _ = median_step(trace)
-    return {
-        "trace": {
-            "layout": trace.layout(),
-            "schedule": trace.meta["schedule"]["name"],
-            "rows": [*passes(trace, step), *barrier(trace, step)],
-        }
-    }
+    return {"barrier": barrier(read(found[-1].parent.parent))} if found else {}
 
 
-def row(what: str, rank: int, kind: str, place: tuple[int, int], times: tuple) -> dict:
-    """Return a pass, or a part of the barrier. place: stage, microbatch; times: in milliseconds."""
-    start, end = (round(float(one), 4) for one in times)
-    return {
-        "what": what,
-        "rank": rank,
-        "kind": kind,
-        "stage": place[0],
-        "mb": place[1],
-        "start_ms": start,
-        "end_ms": end,
-    }
+def barrier(trace: Trace) -> dict:
+    """Return the step's collective with the most waiting: its name, and the parts of each rank.
 
-
-def passes(trace: Trace, step: int) -> list[dict]:
-    """Return the passes of the step on one rank of each pipeline rank; the first one starts at 0.
-
-    They are followed by the same passes as the simulator places them, with the trace's mean times.
+    parts: (rank, what, milliseconds of its start and end since the first rank arrived).
     """
-    chosen = {rank.place["pp"]: rank for rank in reversed(trace.ranks)}
-    spans = [
-        (place, span)
-        for place, rank in sorted(chosen.items())
-        for span in rank.spans
-        if span.step == step and span.kind in PASSES
-    ]
-    start = min(span.start_ns for _, span in spans)
-    return [
-        *(
-            row(
-                "measured",
-                place,
-                span.kind,
-                (span.stage, span.mb),
-                ((span.start_ns - start) * 1e-6, (span.end_ns - start) * 1e-6),
-            )
-            for place, span in spans
-        ),
-        *(
-            row(
-                "simulated",
-                place,
-                span.instr.kind,
-                parts(span.instr)[0][1:],
-                (span.start * 1e3, span.end * 1e3),
-            )
-            for place, spans in enumerate(pop.simulated(trace).spans)
-            for span in spans
-            if span.end > span.start
-        ),
-    ]
-
-
-def barrier(trace: Trace, step: int) -> list[dict]:
-    """Return wait and transfer of each rank in the step's collective with the most waiting."""
+    step, _ = median_step(trace)
     found = [
         event
         for event in waits.find(trace).events
@@ -170,21 +109,12 @@ def barrier(trace: Trace, step: int) -> list[dict]:
         and event.calls[0].record.step == step
     ]
     if not found:
-        return []
+        return {}
     event = max(found, key=lambda one: sum(call.wait_ns for call in one.calls))
-    first, rows = min(call.record.waited_ns for call in event.calls), []
+    first, parts = min(call.record.waited_ns for call in event.calls), []
     for call in event.calls:
         came, done = call.record.waited_ns - first, call.record.done_ns - first
-        met = came + call.wait_ns
-        place = (call.record.stage, call.record.mb)
-        rows += [
-            row(
-                f"{what}: {event.operation} {event.name}",
-                call.rank,
-                call.record.phase,
-                place,
-                (start * 1e-6, end * 1e-6),
-            )
-            for what, start, end in (("wait", came, met), ("transfer", met, done))
-        ]
-    return rows
+        ends = [round(one * 1e-6, 4) for one in (0, came, came + call.wait_ns, done)]
+        for what, start, end in zip(PARTS, ends, ends[1:], strict=False):
+            parts.append([call.rank, what, start, end])
+    return {"name": f"{event.operation} {event.name}", "parts": parts}

@@ -39,7 +39,7 @@ def write_page(page: Path, text: str, workplace: commands.Workplace | None) -> d
         return block.body if workplace is None else commands.shown(block, workplace)
 
     def picture(block: Block, root: Path) -> str:
-        path, drawn[path], line = pictures.draw(block, root)
+        path, drawn[path], line = pictures.draw(block)
         return line
 
     writers = {"run": run, "picture": picture, **WRITERS}

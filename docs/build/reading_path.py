@@ -6,9 +6,7 @@ Every rank takes one step of the default layout under a profile hook. A file is 
 functions ran on any rank. The lines that run are those of these functions, including their comments
 and docstrings, because a reader reads these too.
 
-The step is one call of `Worker.train_step`. What runs before it constructs the worker, its initial
-values and its rows, and has a row of its own, with what it opens and runs in addition to the step.
-docs/one-step.md shows the counts by stop.
+The step is one call of `Worker.train_step`. docs/one-step.md shows the counts by stop.
 """
 
 from __future__ import annotations
@@ -20,12 +18,10 @@ from pathlib import Path
 from bench import results
 from bench.program import Outcome, Program
 from bench.training import Trained
-from mpipar import ops as ops_module
 from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.run.data.source import load_source
 
 PACKAGE = results.ROOT / "mpipar"
 STOPS = {
@@ -41,7 +37,7 @@ STOPS = {
     "train/optim": "AdamW over flat buffers, and the learning rate",
 }
 LIMIT = 1800  # lines that run in a step
-STEP, CONSTRUCTION = "one step", "construction, besides"  # rows of the result
+STEP = "one step"  # a row of the result
 
 
 def stop_of(path: str) -> str | None:
@@ -72,69 +68,34 @@ def ran_lines(call: Callable[[], object]) -> dict[str, set[int]]:
     return lines
 
 
-def lines_of_ranks(facts) -> dict[str, set[int]]:
-    """Return {path: line numbers} that any rank runs. facts: {path: line numbers} of each rank."""
-    return {
-        path: set().union(*(fact.get(path, ()) for fact in facts))
-        for path in sorted(set().union(*facts))
-    }
-
-
 def count(args, session) -> Outcome | int:
     """Count the stops; code 1 if the step runs more lines than the limit."""
-    config, made = resolve(Config(), session.world.size)[0], []
-    tokens = load_source((), config.model.vocab_size).tokens
-    ops = ops_module.make("cpu", "float32")
-    ran = [
-        {path: sorted(lines) for path, lines in ran_lines(call).items()}
-        for call in (
-            lambda: made.append(Trained(config, session.world, Recorder(), tokens, ops)),
-            lambda: made[0].step(1),
-        )
-    ]
+    config = resolve(Config(), session.world.size)[0]
+    trained = Trained(config, session.world, Recorder())
+    ran = {path: sorted(lines) for path, lines in ran_lines(lambda: trained.step(1)).items()}
     facts = gather_objects(session.world, ran)
     if facts is None:
         return 0
-    before, step = map(lines_of_ranks, zip(*facts, strict=True))
-    files = {path: len(lines) for path, lines in step.items()}
+    files = {
+        path: len(set().union(*(fact.get(path, ()) for fact in facts)))
+        for path in sorted(set().union(*facts))
+    }
     rows = [
         counts(
-            f"`mpipar/{stop}`",
+            f"`mpipar/{stop}`" if stop else "elsewhere",
             what,
             {path: lines for path, lines in files.items() if stop_of(path) == stop},
         )
-        for stop, what in STOPS.items()
+        for stop, what in [*STOPS.items(), (None, "rows of data")]
     ]
-    rows.append(
-        counts(
-            "elsewhere",
-            "rows of data",
-            {path: lines for path, lines in files.items() if stop_of(path) is None},
-        )
-    )
     rows.append(counts(STEP, "all of this", files))
-    rows.append(construction(before, step))
-    wrong = rows[-2]["lines that run"] > LIMIT or not all(row["files"] for row in rows)
+    wrong = rows[-1]["lines that run"] > LIMIT or not all(row["files"] for row in rows)
     return Outcome(
         rows,
         code=int(wrong),
         beside={"files": files},
         end=f"lines that run in a step: at most {LIMIT}",
     )
-
-
-def construction(before: dict[str, set[int]], step: dict[str, set[int]]) -> dict:
-    """Return the row of what construction opens and runs in addition to the step.
-
-    before, step: {path: line numbers}.
-    """
-    row = counts(
-        CONSTRUCTION,
-        "groups, schedule, layers, buffers, initial values",
-        {path: 0 for path in before if path not in step},
-    )
-    more = sum(len(lines - step.get(path, set())) for path, lines in before.items())
-    return row | {"lines that run": more}
 
 
 def counts(stop: str, what: str, files: dict[str, int]) -> dict:

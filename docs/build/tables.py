@@ -70,27 +70,11 @@ def cell(value) -> str:
     return re.sub(r"(?<![`\w])<([^>]*)>", r"`<\1>`", text)
 
 
-def reading_path(root: Path) -> dict:
-    """Return the result of docs.build.reading_path."""
-    return json.loads((root / "bench" / "results" / "reading_path.json").read_text())
-
-
-def path_of_a_step(root: Path) -> str:
-    """Return how much a reader of one step opens, how much of it runs, and what set-up adds."""
-    step, before = reading_path(root)["rows"][-2:]
-    return (
-        f"To open for one step: {step['files']} files with {step['lines to open']:,} lines,"
-        f" of which {step['lines that run']:,} run; to construct the worker: {before['files']}"
-        f" more with {before['lines to open']:,} lines."
-    )
-
-
 # Each: (words after its name, root of the repository) -> text. `lead FILE` is a sentence about a
 # result of bench.step; `floors MACHINE [flags of explain]` is the least time of a step.
 TABLES = {
     "exit codes": lambda words, root: rows_of("exit code, meaning", errors.EXIT_CODES.items()),
     "tour": lambda words, root: chapters(root),
-    "path": lambda words, root: path_of_a_step(root),
     "lead": lambda words, root: lead(json.loads((root / words[0]).read_text())["rows"]),
     "floors": lambda words, root: floors(words[0], words[1:]),
 }

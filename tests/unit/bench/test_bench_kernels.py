@@ -11,7 +11,7 @@ from bench.kernels import check, functions
 from bench.rehearse import CALL, WAIT, configured, lay_out, room_needed, script_of, seconds_of
 from bench.training import config_of
 from mpipar.errors import EnvironmentProblem, UsageError
-from mpipar.ops import make, numpy_attention, numpy_ops
+from mpipar.ops import make
 from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.study.explain.predict import predict
@@ -84,73 +84,18 @@ def test_a_function_stands_beside_its_floor():
     assert rows[1]["floor_us"] == "-"
 
 
-# --- bench.tiles: it has a row per tile, times no wrong result, and restores the constants
+# --- bench.tiles
 
 
-SIZES = "--rows 40 --width 60 --seq-len 70 --heads 2 --repeats 1".split()
-
-
-@pytest.fixture
-def small_peaks(monkeypatch):
-    monkeypatch.setattr(tiles, "PEAK_SIZE", 64)
-    monkeypatch.setattr(tiles, "COPY_BYTES", 1 << 16)
-
-
-@pytest.mark.usefixtures("small_peaks")
-def test_every_tile_is_timed_and_the_constants_stay(tmp_path):
-    before = numpy_ops.TILE, numpy_attention.QUERY_TILE
-    path = tmp_path / "tiles.json"
-    assert tiles.main([*SIZES, "--json", str(path)], None) == 0
-    assert before == (numpy_ops.TILE, numpy_attention.QUERY_TILE)
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["tile"] != "numba"]
-    found = [(row["chain"], row["tile"]) for row in rows]
-    assert found == [
-        *(
-            (chain, tile)
-            for chain in ("gelu_forward", "layernorm_backward_input", "adamw_step")
-            for tile in (1024, "all")
-        ),
-        *(
-            (chain, tile)
-            for chain in ("attention_forward", "attention_backward_input")
-            for tile in (4, "64 (default)", "all")
-        ),
-    ]
-    for chain in {row["chain"] for row in rows}:
-        assert min(row["over_best"] for row in rows if row["chain"] == chain) == 1
-    for row in rows:
-        assert row["ms"] > 0
-        assert row["percent_of_copy"] > 0
-        assert (row["percent_of_gemm"] == "-") == (not row["chain"].startswith("attention"))
-    by_chain = {row["chain"]: row for row in rows}
-    assert by_chain["adamw_step"]["bytes_MiB"] == pytest.approx(7 * 40 * 60 * 4 / 2**20)
-
-
-@pytest.mark.usefixtures("small_peaks")
-def test_a_tile_that_changes_the_result_is_not_timed(monkeypatch, capsys):
-    right = numpy_ops.NumpyOps.gelu_forward
-
-    def wrong_in_small_tiles(self, x):
-        y = right(self, x)
-        return y * np.float32(1.001) if numpy_ops.TILE == 1024 else y
-
-    monkeypatch.setattr(numpy_ops.NumpyOps, "gelu_forward", wrong_in_small_tiles)
-    assert tiles.main(SIZES, None) == 1
-    out, err = capsys.readouterr()
-    assert "gelu_forward, tile 1024: off by 1.0e-03" in err
-    assert not out
-    assert numpy_ops.TILE > 1024
-
-
-@pytest.mark.usefixtures("small_peaks")
 @pytest.mark.slow
 @pytest.mark.numba
 def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
     """100 is no multiple of a tile, so that every rung has rests."""
     from bench.kernels import products
 
+    monkeypatch.setattr(tiles, "COPY_BYTES", 1 << 16)
     path = tmp_path / "products.json"
-    words = ["--products", "--size", "100", "--repeats", "1"]
+    words = ["--size", "100", "--repeats", "1"]
     assert tiles.main([*words, "--json", str(path)], None) == 0
     result = json.loads(path.read_text())
     assert [row["product"] for row in result["rows"]] == ["naive", "tiled", "packed", "BLAS"]
@@ -167,25 +112,12 @@ def test_products_climb_from_loops_to_blas(tmp_path, monkeypatch, capsys):
     assert "not timed: tiled product: off by" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("small_peaks")
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--products --size 6", "must be a multiple of 4"),
-        ("--size 8", "is for --products"),
-        ("--width 1", "at least 2 elements"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(words, message):
-    with pytest.raises(UsageError, match=message):
-        tiles.main.parse(words.split())
-
-
-@pytest.mark.usefixtures("small_peaks")
 def test_products_say_what_they_need(monkeypatch):
+    with pytest.raises(UsageError, match="must be a multiple of 4"):
+        tiles.main.parse(["--size", "6"])
     monkeypatch.setattr(tiles.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(EnvironmentProblem, match="--products needs Numba: pip install"):
-        tiles.main(["--products"], None)
+    with pytest.raises(EnvironmentProblem, match=r"needs Numba: pip install"):
+        tiles.main([], None)
 
 
 # --- bench.rehearse without ranks: what is refused, and how arrays are shared

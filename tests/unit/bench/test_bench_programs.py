@@ -9,10 +9,9 @@ import pytest
 from bench_session import SESSION
 from helpers import run_command, run_ranks
 
-from bench import generate, results, schedules, tiles
+from bench import generate
 from bench.__main__ import main, programs
 from bench.claims import __main__ as claims
-from bench.kernels import __main__ as kernels
 from bench.matmul import __main__ as matmul
 from bench.matmul.cut_product import cases, shown
 from bench.matmul.mesh import MESH_CUTS
@@ -75,7 +74,7 @@ def test_an_unknown_name_is_refused_with_the_next_one(capsys):
     assert "did you mean compare?" in capsys.readouterr().err
 
 
-# --- files that cannot be written: refused before anything is measured; looking leaves no trace
+# --- files that cannot be written are refused before anything is measured
 
 
 @pytest.fixture
@@ -84,54 +83,20 @@ def no_folder(tmp_path):
     return str(tmp_path / "file" / "out.json")
 
 
-@pytest.mark.parametrize(
-    ("bench", "words"),
-    [
-        (matmul, []),
-        (schedules, []),
-        (step, []),
-        (claims, ["barriers"]),
-        (claims, ["hybrids"]),
-        (tiles, []),
-        (kernels, []),
-    ],
-    ids=lambda one: getattr(one, "__name__", str(one)),
-)
-def test_no_bench_measures_what_it_could_not_write(bench, words, no_folder):
-    with pytest.raises(OutputError, match=f"--json {no_folder}: Not a directory"):
-        bench.main([*words, "--json", no_folder], SESSION)
+@pytest.mark.parametrize("words", [["barriers"], ["hybrids"]])  # on one rank, and on all together
+def test_no_bench_measures_what_it_could_not_write(words, no_folder):
+    with pytest.raises(OutputError, match=f"{no_folder}: "):
+        claims.main([*words, "--json", no_folder], SESSION)
 
 
 def test_several_ranks_end_with_one_message(no_folder):
     done = run_ranks(2, [sys.executable, "-m", "bench.recorder", "--json", no_folder], timeout=60)
     assert done.returncode == EXIT_OUTPUT, done.tail()
-    assert done.stderr.count("Not a directory") == 1
+    assert done.stderr.count(no_folder) == 1
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("name", ["a.json", "more/folders/a.json", "old.json"])
-def test_looking_leaves_no_trace(tmp_path, name):
-    (tmp_path / "old.json").write_text("as it was")
-    results.check_writable(str(tmp_path / name))
-    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
-    assert (tmp_path / "old.json").read_text() == "as it was"
-    results.write(str(tmp_path / name), "bench.none", [])
-
-
-@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", None])
-def test_devices_are_files_too(path):
-    results.check_writable(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"), [("", "is a folder"), ("x" * 300, "File name too long")]
-)
-def test_what_cannot_be_a_file_is_refused(tmp_path, name, message):
-    with pytest.raises(OutputError, match=message):
-        results.check_writable(str(tmp_path / name))
-
-
-@pytest.mark.parametrize("parse", [matmul.main.parse, step.main.parse, tiles.main.parse])
+@pytest.mark.parametrize("parse", [matmul.main.parse, step.main.parse])
 @pytest.mark.parametrize("number", ["0", "-3", "x", "1.5"])
 def test_a_size_is_a_whole_number_above_zero(parse, number, capsys):
     with pytest.raises((UsageError, SystemExit)) as caught:

@@ -10,9 +10,8 @@ from helpers import REPOSITORY
 
 from bench.kernels.floors import counted
 from docs.build import __main__ as program
-from docs.build import commands, floors, measured, pages, pictures, places, reading_path
+from docs.build import commands, floors, measured, pages, pictures, reading_path
 from docs.build.blocks import PageError, blocks_of, update
-from docs.build.pictures.boxes import hops
 from mpipar.errors import DataError
 from mpipar.study.explain.predict import predict
 
@@ -34,41 +33,25 @@ def written(*lines, workplace=None):
 
 @pytest.mark.parametrize("name", [name for name in PAGES if name not in SLOW])
 def test_generated_parts_are_up_to_date(name):
-    """All but the outputs of commands: test_commands_of_a_page_do_what_it_shows runs these."""
-    for path, text in pages.write_page(Path(name), PAGES[name], None).items():
-        assert text == (REPOSITORY / path).read_text(), f"{path}: run python -m docs.build"
+    """All but the outputs of commands: test_commands_of_a_page_do_what_it_shows runs these.
+
+    Of a picture the page shows name and figures; its file depends on the version of matplotlib.
+    """
+    page, *drawn = pages.write_page(Path(name), PAGES[name], None).items()
+    assert page[1] == PAGES[name], f"{name}: run python -m docs.build"
+    for path, text in drawn:
+        assert text.rstrip().endswith("</svg>")
+        assert (REPOSITORY / path).is_file(), f"{path}: run python -m docs.build"
 
 
-def test_results_name_functions_that_exist():
-    """A result that names a line is wrong after the next change above it."""
-    files = sorted((REPOSITORY / "bench" / "results").rglob("*.json"))
-    assert len(files) > 30
-    for file in files:
-        text = file.read_text()
-        assert not places.LINE.findall(text), file
-        assert places.unknown_places(text) == [], file
-
-
-def test_the_path_of_a_step_is_as_long_as_the_pages_say():
+def test_the_path_of_a_step_is_as_long_as_the_page_says():
     """Run docs.build.reading_path again when the files that a step opens have changed much."""
     result = json.loads((REPOSITORY / "bench/results/reading_path.json").read_text())
-    counted, before = result["rows"][-2:]
-    assert (counted["stop"], before["stop"]) == (reading_path.STEP, reading_path.CONSTRUCTION)
+    counted = result["rows"][-1]
     assert counted["files"] == len(result["files"])
     assert counted["lines that run"] == sum(result["files"].values()) <= reading_path.LIMIT
-    assert before["files"] > 0
     now = sum(map(reading_path.lines_of, result["files"]))
     assert abs(now - counted["lines to open"]) < 0.05 * now
-    for page in ("docs/one-step.md",):
-        assert all(f"{row['lines to open']:,} lines" in PAGES[page] for row in (counted, before))
-
-
-def test_construction_counts_what_the_step_does_not():
-    row = reading_path.construction(
-        {"mpipar/errors.py": {1, 2, 3}, "mpipar/cli.py": {7}}, {"mpipar/errors.py": {3, 4}}
-    )
-    assert (row["files"], row["lines that run"]) == (1, 3)
-    assert row["lines to open"] == reading_path.lines_of("mpipar/cli.py")
 
 
 @pytest.mark.slow
@@ -91,20 +74,8 @@ def test_what_is_typed_into_a_generated_part_is_overwritten():
 
 
 def test_every_picture_belongs_to_a_page():
-    drawn = {path.stem for path in (REPOSITORY / pictures.FOLDER).glob("*.svg")}
-    assert drawn == {
-        block.words.split()[0]
-        for page in pages.pages()
-        for block in blocks_of(page, pages.read_page(page))
-        if block.kind == "picture"
-    }
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_picture_of_a_ring_adds_everything(size):
-    states = hops(size)
-    assert states[0][0] == [[10**rank] * size for rank in range(size)]
-    assert states[-1][0] == [[sum(10**rank for rank in range(size))] * size] * size
+    shown = re.findall(r"pictures/([\w-]+\.svg)\)", "".join(PAGES.values()))
+    assert {path.name for path in (REPOSITORY / pictures.FOLDER).iterdir()} == set(shown)
 
 
 # --- blocks
@@ -175,7 +146,6 @@ def test_a_wrong_block_is_refused(comment, message):
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("lines 3:9000", "lines 3:9000 of"),
         ("from made-up", "no line matches 'made-up'"),
         ("exit 2", "exit code 0, not 2"),
     ],
@@ -197,7 +167,7 @@ def test_a_block_without_an_end_is_refused():
     with pytest.raises(PageError, match="no <!-- end -->"):
         update(PAGE, "<!-- table: tour -->\ntext\n", lambda block: block.body)
     with pytest.raises(PageError, match="before line 2"):
-        update(PAGE, "<!-- table: tour -->\n<!-- table: path -->\n", lambda block: block.body)
+        update(PAGE, "<!-- table: tour -->\n<!-- table: tour -->\n", lambda block: block.body)
 
 
 # --- measured outputs

@@ -327,9 +327,8 @@ def test_commands_of_a_page_do_what_it_shows(name):
         for command in docs_commands.typed(page):
             code, output = workplace.run(command)
             assert code == codes.get(command, 0), f"{command}\n{output}"
-        written = docs_pages.write_page(Path(name), page, workplace)
-    for path, text in written.items():
-        assert text == (REPOSITORY / path).read_text(), f"{path}: run python -m docs.build"
+        written = docs_pages.write_page(Path(name), page, workplace)[Path(name)]
+    assert written == page, "run python -m docs.build"
 
 
 @pytest.mark.slow
