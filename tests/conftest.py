@@ -23,7 +23,6 @@ import program
 import pytest
 import slurm_cluster
 import threadpoolctl
-from layout_runs import run_of, text_file  # noqa: F401 - fixtures of the whole session
 from stand_in import real_cupy  # noqa: F401 - likewise
 from traced_runs import late_runs  # noqa: F401 - likewise
 

@@ -33,7 +33,6 @@ BLOCK = "mpipar: stopped, exit code "
 # A short text. A run reads all of its held-out part; of the default text that takes seconds.
 TEXT = ("--data", str(REPOSITORY / "LICENSE"))
 LETTERS = "a short text, again and again. " * 30
-CASES = ((1, 1, 1), (2, 2, 2))  # (dp, pp, tp); lives have the other layouts
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -187,14 +187,6 @@ def test_of_ranks_that_fail_at_the_same_moment_one_is_first():
     assert not failure.is_first(token), "a rank fails once"
 
 
-def test_a_record_is_not_written_through_a_link(tmp_path):
-    (tmp_path / "target").mkdir()
-    (tmp_path / "errors").symlink_to("target")
-    report = failure.error_report(ValueError("no"), "")
-    assert failure.write_record(tmp_path, 0, report) is None
-    assert list((tmp_path / "target").iterdir()) == []
-
-
 # --- standard output that nobody gets
 
 

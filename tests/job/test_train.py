@@ -11,7 +11,7 @@ from config_helpers import changed
 from helpers import REPOSITORY, run_ranks
 from in_process import alone, assert_refused, printed
 from program import TEXT, killed_by, metrics, mpipar, weights
-from short_runs import TINY, assert_same_run, ended, train
+from short_runs import TINY, assert_same_run, train
 
 from mpipar.config.resolve import resolve
 from mpipar.run.data.rows import load
@@ -228,20 +228,6 @@ def test_evaluation_changes_nothing(text_folder):
     assert text.count("2 microbatches (gradient accumulation)") == 1
 
 
-@pytest.mark.slow
-def test_a_killed_run_goes_on_with_the_same_evaluations(text_folder):
-    words = [*TINY, *OFTEN, "--pp", "2"]
-    train(text_folder, *words, "--out", "whole", ranks=2)
-    result = ended(
-        text_folder, "kill", 10, *words, "--out", "killed", "--save-interval", "5", ranks=2
-    )
-    killed_by(result, 9)
-    assert [line["step"] for line in evaluations(text_folder / "killed")] == [3, 6, 9]
-    train(text_folder, *words, "--resume", "auto", "--out", "killed", ranks=2)
-    assert_same_run(text_folder / "whole", text_folder / "killed")
-    assert evaluations(text_folder / "killed") == evaluations(text_folder / "whole")
-
-
 # --- held-out data of its own
 
 
@@ -328,12 +314,6 @@ def test_weights_on_disk_are_the_float32_masters(tmp_path):
     again = ["--init-from", first / "weights", "--steps", 1, "--lr", "1e-30", "--optimizer", "sgd"]
     alone("train", *words, *again, "--out", tmp_path / "b").ended()
     assert all((weights(tmp_path / "b")[name] == x).all() for name, x in found.items())
-
-
-def test_verify_says_that_it_proves_the_layout_in_float64():
-    for words in (["--dtype", "bfloat16"], []):
-        text = alone("verify", *MIXED[:8], "--batch-size", 4, *words).ended().stdout
-        assert ("in float64 in place of bfloat16: this proves the layout" in text) == bool(words)
 
 
 @pytest.mark.parametrize(("dtype", "optimizer", "per_parameter"), [
