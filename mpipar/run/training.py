@@ -323,8 +323,12 @@ class Run:
         Comm: that of `Metrics.flush`.
         """
         lines = self.metrics.flush(self.worker.comms.mpi_inner)
-        for text in console.skipped_steps(lines):
-            self.log(text)
+        for line in lines:
+            if line.get("skipped"):
+                self.log(
+                    f"step {line['step']}: a gradient overflowed in float16; every rank skipped the"
+                    f" update, loss scale {line['loss_scale']:g} -> {line['loss_scale'] / 2:g}"
+                )
         return lines
 
     @staticmethod

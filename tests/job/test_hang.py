@@ -17,7 +17,7 @@ SMALL = (
     "--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
     " --steps 5 --sample-tokens 0 --log-interval 1"
 ).split()
-QUICK = ["--hang-warn", "1", "--hang-stop", "3"]
+QUICK = ["--hang-warn", "1", "--hang-stop", "2"]
 
 
 def faulty(how, *arguments, tmp_path, ranks=2):

@@ -70,20 +70,16 @@ def layout_text(grid) -> str:
     return sizes_text(vars(grid)) + islands + attention
 
 
-def microbatches_text(count: int) -> str:
-    """Return the microbatches of a step as text, with the term other programs use."""
-    return f"{counted(count, 'microbatch')}{' (gradient accumulation)' * (count > 1)}"
-
-
 def headline(config, world_size: int, num_hosts: int, num_stages: int) -> str:
     """Return layout, schedule and model in two lines."""
     grid, model, run = config.grid, config.model, config.run
     kernels = f", {run.kernels} kernels" if run.kernels else ""
+    accumulated = " (gradient accumulation)" * (grid.num_microbatches > 1)  # other programs' term
     return (
         f"{counted(world_size, 'rank')} on {counted(num_hosts, 'host')}:"
         f" {layout_text(grid)},"
         f" schedule {grid.schedule_csv or grid.schedule}, {counted(num_stages, 'stage')},"
-        f" {microbatches_text(grid.num_microbatches)}, {run.dtype} on {run.device}"
+        f" {counted(grid.num_microbatches, 'microbatch')}{accumulated}, {run.dtype} on {run.device}"
         f"{kernels}{f', products by {run.gemm} kernels' if run.gemm != 'blas' else ''}\n"
         f"model {run.preset}: {describe_model(model)};"
         f" {config.train.optimizer}, {counted(config.train.batch_size, 'row')} per step"
@@ -194,33 +190,19 @@ def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
     took = (
         f"{seconds_per_step * 1e3:.0f} ms" if seconds_per_step < 10 else f"{seconds_per_step:.1f} s"
     )
+    left = round((steps - line["step"]) * seconds_per_step)  # without evaluations and saves
+    eta = f"{left // 60}:{left % 60:02d}" if left < 6000 else f"{left / 3600:.1f} h"
     return (
         f"step {line['step']:>{len(str(steps))}}/{steps} loss {line['loss']:.4f} norm {norm}"
         f" {took} {short_count(per_second)} tok/s"
         f" comm {line['comm_share_mean']:.0%}"
-        f" eta {time_left(steps, line['step'], seconds_per_step)}"
+        f" eta {eta}"
     )
 
 
 def status(result, tokens_per_second: float) -> str:
     """Return what the progress line says of a `StepResult`."""
     return f"loss {result.loss:.4f}, {short_count(tokens_per_second)} tok/s"
-
-
-def time_left(steps: int, step: int, seconds_per_step: float) -> str:
-    """Return minutes and seconds until the last step is done, without evaluations and saves."""
-    left = round((steps - step) * seconds_per_step)
-    return f"{left // 60}:{left % 60:02d}" if left < 6000 else f"{left / 3600:.1f} h"
-
-
-def skipped_steps(lines: list[dict]) -> list[str]:
-    """Return a sentence about each of these steps whose gradients overflowed."""
-    return [
-        f"step {line['step']}: a gradient overflowed in float16; every rank skipped the update,"
-        f" loss scale {line['loss_scale']:g} -> {line['loss_scale'] / 2:g}"
-        for line in lines
-        if line.get("skipped")
-    ]
 
 
 def barriers(facts: list[list], steps: int, timed: bool = True) -> str:

@@ -186,12 +186,6 @@ def main_stack() -> Iterator[tuple[FrameType, int]]:
     return walk_stack(sys._current_frames().get(threading.main_thread().ident))
 
 
-def waiting_record(recorder):
-    """Return the record of the operation that this rank waits in, or None while it computes."""
-    waiting = (one for one in reversed(recorder.records) if one.waited_ns and not one.done_ns)
-    return next(waiting, None)
-
-
 def state_of(recorder=None, comms=None, where: str = "") -> dict:
     """Return what this rank is doing, as JSON-able values; called from the watchdog's thread.
 
@@ -206,7 +200,8 @@ def state_of(recorder=None, comms=None, where: str = "") -> dict:
     if recorder is not None:
         place_in_step = recorder.step, recorder.phase, recorder.stage, recorder.mb
         at = "step {}, phase {}, stage {}, mb {}".format(*place_in_step)
-        record = waiting_record(recorder)
+        waiting = (one for one in reversed(recorder.records) if one.waited_ns and not one.done_ns)
+        record = next(waiting, None)
     if record is None:
         counted = recorder is not None and recorder.phase in STEP
         return {"says": _at_work(at, stack, counted), "barrier": None, "peer": None, "stack": stack}
