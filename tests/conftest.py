@@ -23,8 +23,8 @@ import program
 import pytest
 import slurm_cluster
 import threadpoolctl
+from short_runs import late_runs  # noqa: F401 - a fixture of the whole session
 from stand_in import real_cupy  # noqa: F401 - likewise
-from traced_runs import late_runs  # noqa: F401 - likewise
 
 from bench.kernels import nvrtc
 from mpipar.run.process import blas

@@ -1,12 +1,15 @@
-"""Runs of ten steps of a tiny model: whole, ended too early, and compared bit by bit."""
+"""Short runs of a tiny model: whole, ended too early, compared bit by bit, and traced."""
 
 import functools
+import shutil
 
+import pytest
 from helpers import run_command, run_ranks
 from in_process import alone
-from program import FAULTY, LETTERS, LIMIT, environment, metrics, mpipar
+from program import FAULTY, LETTERS, LIMIT, TEXT, environment, metrics, mpipar
 
 from mpipar.run.checkpoint.manifest import read_manifest
+from mpipar.run.trace import trace_file
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 4 --steps 10 --warmup-steps 2 --log-interval 4""".split()
@@ -68,3 +71,48 @@ def assert_same_run(one, other, step=10):
     assert (one / name).read_bytes() == (other / name).read_bytes()
     assert state(one, step) == state(other, step)
     assert (one / "result.json").read_text() == (other / "result.json").read_text()
+
+
+# --- traced runs under mpiexec, with a fault planted
+
+
+# The text is short: its held-out part is evaluated in rows of 8 tokens.
+TRACED = f"""--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2
+    --steps 6 --sample-tokens 0 {" ".join(TEXT)}""".split()
+PASSES = 5 * 2  # of the five steps of two microbatches that `late_runs` trace
+
+
+def traced(folder, *words, fault="none", ranks=2):
+    """The Trace of a run of `train` under a fault of faulty_run.py."""
+    command = [*FAULTY, fault, "train", *words, "--out", str(folder)]
+    run_ranks(ranks, command, 100, environment()).ended()
+    return trace_file.read(folder)
+
+
+@pytest.fixture(scope="session")
+def late_runs(tmp_path_factory):
+    """Return {fault: folder} of two runs that differ in 50 ms of sleep on rank 1, twice a step.
+
+    Of five traced steps one may be delayed by other work, which the quartiles do not see. A run
+    that was delayed for longer than by its fault is repeated, since it shows another cause.
+    """
+    folders = {fault: tmp_path_factory.mktemp("late") / fault for fault in ("none", "delay")}
+    for fault, folder in folders.items():
+        for _ in range(3):
+            shutil.rmtree(folder, ignore_errors=True)
+            trace = traced(folder, *TRACED, "--layout", "tp=2", "--trace", "2:6", fault=fault)
+            if max(rank.end - rank.start for rank in trace.ranks) < 1.5 * PASSES * 50e6:
+                break
+    return folders
+
+
+# By fault: the words of its cause.
+FAULTS = {
+    "data": "data loading",
+    "opt": "optimizer",
+    "save": "checkpoint save",
+    "between": "between spans (Python, posting, logging)",
+    "gc": "garbage collection",
+    "F": "forward of stage {stage}, {layer}",
+    "B": "backward of stage {stage}, {layer}",
+}

@@ -13,10 +13,10 @@ from in_process import alone, assert_refused, printed
 from perfetto_rules import check_arrows, check_slices
 from program import mpipar
 from report_cases import data_of
+from short_runs import FAULTS, PASSES, TRACED, traced
 from trace_cases import blocking, span
 from trace_cases import trace as made
 from trace_cases import waits_and_segments as analyse
-from traced_runs import FAULTS, PASSES, SMALL, traced
 
 from mpipar.config.run import traced_steps
 from mpipar.errors import DataError
@@ -223,7 +223,7 @@ def test_the_timeline_shows_the_wait():
     (["--trace", "x"], "--trace x: "),
 ])  # fmt: skip
 def test_steps_that_do_not_exist_are_refused(tmp_path, flags, message):
-    assert_refused(2, [message], "train", *SMALL, *flags, "--out", tmp_path / "run")
+    assert_refused(2, [message], "train", *TRACED, *flags, "--out", tmp_path / "run")
 
 
 @pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from planted_delays import Run, Simulator
 from program import TEXT
+from short_runs import FAULTS, traced
 from trace_cases import blocking, record, span, trace
-from traced_runs import FAULTS, traced
 
 from mpipar.study.trace import causes, links, pop, segments, waits
 from mpipar.study.trace.analysis import Analysis
