@@ -201,8 +201,6 @@ TWINS = {  # what is wrong with the state of a run that goes on
     "publish": lambda worker: [flat.data.fill(0) for flat in worker.flats],
 }
 PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
-    "init": (Session, "start"),
-    "reading the data": (rows, "load"),
     "forward": (LayerNorm, "forward"),
     "backward": (LayerNorm, "backward_beside"),
     "send": (MpiTransport, "isend"),
@@ -213,8 +211,17 @@ PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
     "commit": (save, "put_in_place"),
     "evaluation": (Worker, "evaluate"),
     "finalize": (Session, "finish"),
+    "MPI_Finalize": (mpi, "finalize"),
 }
-BEFORE_TRAINING = ("init", "reading the data")
+BEFORE_TRAINING = {  # or without
+    "init": (Session, "start"),
+    "reading the data": (rows, "load"),
+    "MPI_Init": (mpi, "initialize"),
+    "prompt": (inputs, "prompt_tokens"),
+    "setup": (Worker, "initialize"),
+    "gradients": (Worker, "gradients"),
+    "generation": (Worker, "forward"),
+}
 WAYS = {
     "raise": fail,
     "kill": kill(signal.SIGKILL),
@@ -222,22 +229,13 @@ WAYS = {
     "interrupt": kill(signal.SIGINT),
     "usr1": kill(signal.SIGUSR1),
     "hangup": kill(signal.SIGHUP),
+    "stop": kill(signal.SIGSTOP),
     "leave": lambda: ctypes.CDLL(None).exit(0),
-}
-STOPS = {  # where rank 1 stops outside the steps of a training run
-    "stopped-start": (mpi, "initialize"),
-    "stopped-data": (inputs, "prompt_tokens"),
-    "stopped-setup": (Worker, "initialize"),
-    "stopped-evaluation": (Worker, "evaluate"),
-    "stopped-end": (mpi, "finalize"),
-    "stopped-verify": (Worker, "gradients"),
-    "stopped-generate": (Worker, "forward"),
 }
 FAULTS = {
     "none": lambda: None,
     "sleep": lambda: at_call(6, lambda: time.sleep(1000)),
     "spin": lambda: at_call(6, lambda: [None for _ in iter(int, 1)]),
-    "killed": lambda: at_call(6, kill(signal.SIGKILL)),
     "stopped": lambda: at_call(6, kill(signal.SIGSTOP)),
     "drift": lambda: after_sums(flip),
     "nan": lambda: after_sums(lambda flat: flat.grad[-1:].fill(np.nan)),
@@ -313,7 +311,7 @@ def go_wrong(place, how, rank):
             armed.append(place)
         return plain(worker, step, *rest)
 
-    around(*PLACES[place], wrong, rank)
+    around(*(PLACES | BEFORE_TRAINING)[place], wrong, rank)
     around(Worker, "train_step", train_step, rank)
 
 
@@ -351,10 +349,8 @@ if NAME.startswith("nccl/"):
     around(mpi, "initialize", with_nccl)
 if "/" in NAME:
     where, way, at_fault = NAME.removeprefix("nccl/").split("/")
-    go_wrong(where, way, int(at_fault))
-elif NAME in STOPS:
     watchdog.START_SECONDS = 3.0  # one rank may be up that long before another
-    around(*STOPS[NAME], kill(signal.SIGSTOP), 1)
+    go_wrong(where, way, int(at_fault))
 elif NAME in TWINS:
     around(
         resume,

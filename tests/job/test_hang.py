@@ -84,27 +84,29 @@ WAITS = r"rank 0 is at .*\.py:\d+ in \w+"
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("start", WAITS + ".*OMPI_MCA_\\* the same on all ranks\\? here:"),  # MPI_Init
-        ("data", WAITS),  # there is no run folder yet
+        ("MPI_Init", WAITS + ".*OMPI_MCA_\\* the same on all ranks\\? here:"),
+        ("prompt", WAITS),  # there is no run folder yet
         ("setup", MISSING),
         ("evaluation", MISSING),
-        ("end", MISSING),  # MPI_Finalize
+        ("MPI_Finalize", MISSING),
     ],
 )
 def test_a_process_that_stops_beside_the_steps_is_missing(place, said, tmp_path):
-    result = faulty(f"stopped-{place}", *SHORT, "--layout", "tp=2", tmp_path=tmp_path).ended(76)
+    result = faulty(f"{place}/stop/1", *SHORT, "--layout", "tp=2", tmp_path=tmp_path).ended(76)
     assert re.search(said, result.stderr), result.tail()
     assert result.stderr.count("mpipar: stopped") == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["generate", "verify"])
-def test_a_process_that_stops_ends_another_command(command, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "place"), [("generate", "generation"), ("verify", "gradients")]
+)
+def test_a_process_that_stops_ends_another_command(command, place, tmp_path):
     words = ["verify", *"--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4".split()]
     if command == "generate":
         mpipar("train", *SMALL, "--out", tmp_path / "run").ended()
         words = ["generate", str(tmp_path / "run"), "--prompt", "a"]
-    words = [*FAULTY, f"stopped-{command}", *words, "--layout", "tp=2", *SHORT]
+    words = [*FAULTY, f"{place}/stop/1", *words, "--layout", "tp=2", *SHORT]
     result = run_ranks(2, words, 150, {"PYTHONPATH": str(REPOSITORY)}).ended(76)
     assert re.search(r"rank 0 (waits in \w+|is at) .*\.py:\d+", result.stderr), result.tail()
     assert result.stderr.count("mpipar: stopped") == 1

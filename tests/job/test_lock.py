@@ -136,7 +136,9 @@ SMALL = (
 
 @fault(25, "kill -9 of a rank: the same command with --resume auto takes its lock over", None)
 def test_resuming_after_kill_9_is_one_command(text_folder):
-    killed_by(run_ranks(2, [*FAULTY, "killed", *SMALL], LIMIT, environment(), text_folder), 9)
+    killed_by(
+        run_ranks(2, [*FAULTY, "forward/kill/1", *SMALL], LIMIT, environment(), text_folder), 9
+    )
     assert (text_folder / "run" / lock.NAME).exists()
     done = mpipar(*SMALL, "--resume", "auto", ranks=2, cwd=text_folder).ended()
     assert "took over the lock" in done.stdout
