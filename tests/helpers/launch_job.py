@@ -23,10 +23,127 @@ def fail_with(error):
     raise error
 
 
+def defect():
+    raise ValueError("a defect")
+
+
 def no_return(world):
     """Wait for the rank at fault, as all other ranks do."""
     world.Barrier()
     time.sleep(600)
+
+
+def ready(session, world):
+    (Path(session.run_folder) / f"up-{world.Get_rank()}").write_text(str(os.getpid()))
+
+
+# --- before MPI
+
+
+def single_threaded():
+    """As in an MPI library that allows one thread only."""
+    from mpi4py import rc
+
+    rc.initialize = False
+    from mpi4py import MPI
+
+    MPI.Init_thread(MPI.THREAD_SINGLE)
+
+
+EARLY = {
+    "early-exception": lambda rank: rank == 1 and defect(),
+    "early-usage": lambda rank: fail_with(UsageError(["--x: unknown flag", "--y: wrong"])),
+    "single-threaded": lambda rank: single_threaded(),
+    "leave-in-start": lambda rank: (
+        rank == 0 and setattr(mpi, "initialize", lambda _: ctypes.CDLL(None).exit(0))
+    ),
+}
+
+
+# --- rank 1 while the others wait for it
+
+
+def in_a_thread():
+    threading.Thread(target=defect, name="helper", daemon=True).start()
+    time.sleep(600)
+
+
+def unheard():
+    """Nobody sees this error, because nobody reads the console any more."""
+    for stream in (1, 2):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
+    defect()
+
+
+AT_FAULT = {
+    "exception": defect,
+    "reporting-fails": defect,
+    "user-error": lambda: fail_with(OutputError("disk full")),
+    "exit-0": lambda: sys.exit(0),
+    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    "thread": in_a_thread,
+    "single-threaded": in_a_thread,
+    "unheard": unheard,
+}
+
+
+# --- several ranks
+
+
+def fail_under_a_slow_launcher(session, world):
+    """Rank 1 fails, and the launcher kills the other ranks when they have long seen its end.
+
+    Meanwhile it also forwards nothing, so what the ranks say goes to a file.
+    """
+    from mpi4py import MPI
+
+    class World(MPI.Intracomm):
+        def Abort(self, code):
+            launcher = session.launcher_pid
+            subprocess.Popen(["sh", "-c", f"sleep 0.6; kill -CONT {launcher}"])
+            os.kill(launcher, signal.SIGSTOP)
+            super().Abort(code)
+
+    session.world = World(world)
+    said = Path(os.environ["TMPDIR"]) / "said"
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
+    at_once(session.world, {1: OutputError("disk full")})
+
+
+def at_once(world, errors):
+    """Let these ranks fail at the same moment."""
+    world.Barrier()
+    if world.Get_rank() in errors:
+        raise errors[world.Get_rank()]
+    no_return(world)
+
+
+def leave(session, world):
+    """Rank 1, or the only one, is ended by a library's exit()."""
+    if world.Get_rank() == world.Get_size() // 2:
+        ctypes.CDLL(None).exit(0)
+    no_return(world)
+
+
+def work_alone(session, world):
+    """Rank 0 works on when the other ranks have ended."""
+    others = world.allgather(os.getpid())[1:]
+    code = session.leave_mpi(0)
+    while session.launcher.rank == 0 and any(map(started, others)):
+        time.sleep(0.02)
+    return code
+
+
+def leave_with_different_codes(session, world):
+    code = session.leave_mpi(1 if world.Get_rank() == 2 else 0)
+    assert code == 1, code  # on every rank; a launcher would hide it
+    return code
+
+
+def agree(session, world):
+    assert session.agree(world.Get_rank) == world.Get_rank()
+    assert session.host_ranks == tuple(range(world.Get_size()))
+    return 0
 
 
 def wait_for_stop(session, world):
@@ -44,121 +161,59 @@ def wait_for_stop(session, world):
     return 70
 
 
-def ready(session, world):
-    (Path(session.run_folder) / f"up-{world.Get_rank()}").write_text(str(os.getpid()))
-
-
-def fail_under_a_slow_launcher(session):
-    """Rank 1 fails, and the launcher kills the other ranks when they have long seen its end.
-
-    Meanwhile it also forwards nothing, so what the ranks say goes to a file.
-    """
-    from mpi4py import MPI
-
-    class World(MPI.Intracomm):
-        def Abort(self, code):
-            launcher = session.launcher_pid
-            subprocess.Popen(["sh", "-c", f"sleep 0.6; kill -CONT {launcher}"])
-            os.kill(launcher, signal.SIGSTOP)
-            super().Abort(code)
-
-    session.world = World(session.world)
-    said = Path(os.environ["TMPDIR"]) / "said"
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
-    session.world.Barrier()
-    if session.world.Get_rank() == 1:
-        raise OutputError("disk full")
-
-
-def go_wrong(how, session, world):
-    rank = world.Get_rank()
-    if how == "leave" and rank == world.Get_size() // 2:
-        ctypes.CDLL(None).exit(0)
-    if how == "two":
-        world.Barrier()
-        if rank == 1:
-            raise OutputError("disk full")
-        if rank == 2:
-            raise ValueError("a defect")
-    elif how == "all":
-        world.Barrier()
-        raise ValueError("a defect")
-    elif how == "slow-launcher":
-        fail_under_a_slow_launcher(session)
-    elif how == "unheard" and rank == 1:
-        # nobody sees this error, because nobody reads the console any more
-        for stream in (1, 2):
-            os.dup2(os.open("/dev/full", os.O_WRONLY), stream)
-        raise ValueError("a defect")
-    elif rank == 1:
-        if how in ("exception", "reporting-fails"):
-            raise ValueError("a defect")
-        if how == "user-error":
-            raise OutputError("disk full")
-        if how == "exit-0":
-            sys.exit(0)
-        if how == "segv":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if how in ("thread", "single-threaded"):
-            defect = ValueError("a defect")
-            threading.Thread(target=fail_with, args=(defect,), name="helper", daemon=True).start()
-            time.sleep(600)
+def wait_for_ever(session, world):
+    ready(session, world)
     no_return(world)
+
+
+def wait_in_a_loop(session, world):
+    """As in a loop of steps, which allows a stop."""
+    with session.stop_on_request():
+        wait_for_ever(session, world)
+
+
+def compute(session, world):
+    ready(session, world)
+    while True:
+        sum(range(1000))
+
+
+ENDS = {
+    "two": lambda _, world: at_once(world, {1: OutputError("full"), 2: ValueError("a defect")}),
+    "all": lambda _, world: at_once(world, {world.Get_rank(): ValueError("a defect")}),
+    "slow-launcher": fail_under_a_slow_launcher,
+    "leave": leave,
+    "alone": work_alone,
+    "ranks-leave-with-different-codes": leave_with_different_codes,
+    "agree": agree,
+    "agree-one": lambda session, world: session.agree(
+        lambda: world.Get_rank() and fail_with(DataError("missing"))
+    ),
+    "agree-all": lambda session, _: session.agree(
+        lambda: fail_with(DataError(["missing", "empty"]))
+    ),
+    "stop": wait_for_stop,
+    "busy": wait_for_ever,
+    "stuck": wait_in_a_loop,
+    "computing": compute,
+}
 
 
 def main(argv, session):
     session.launcher_pid = LAUNCHER
-    how, folder = argv[0], argv[1] if len(argv) > 1 else None
-    if how == "early-exception" and session.launcher.rank == 1:
-        raise ValueError("a defect")
-    if how == "early-usage":
-        raise UsageError(["--x: unknown flag", "--y: wrong"])
-    if how == "single-threaded":  # as in an MPI library that allows one thread only
-        from mpi4py import rc
-
-        rc.initialize = False
-        from mpi4py import MPI
-
-        MPI.Init_thread(MPI.THREAD_SINGLE)
-    if how == "leave-in-start" and session.launcher.rank == 0:
-        mpi.initialize = lambda _: ctypes.CDLL(None).exit(0)
+    how, *folders = argv
+    if how in EARLY:
+        EARLY[how](session.launcher.rank)
     world = session.start()
-    rank = world.Get_rank()
-    if how == "alone":  # rank 0 works on when the other ranks have ended
-        others = session.world.allgather(os.getpid())[1:]
-        code = session.leave_mpi(0)
-        while rank == 0 and any(map(started, others)):
-            time.sleep(0.02)
-        return code
-    if folder:
-        folder = Path(folder)
-        session.agree(lambda: None if rank else session.lock(folder))
+    for folder in map(Path, folders):
+        session.agree(lambda folder=folder: world.Get_rank() or session.lock(folder))
         session.use_folder(folder)
     session.where = (lambda: 1 / 0) if how == "reporting-fails" else lambda: "step 17"
-    if how == "ranks-leave-with-different-codes":
-        code = session.leave_mpi(1 if rank == 2 else 0)
-        assert code == 1, code  # on every rank; a launcher would hide it
-        return code
-    if how == "agree-one":
-        return session.agree(lambda: fail_with(DataError("missing")) if world.Get_rank() else 3)
-    if how == "agree-all":
-        return session.agree(lambda: fail_with(DataError(["missing", "empty"])))
-    if how == "agree":
-        assert session.agree(world.Get_rank) == world.Get_rank()
-        assert session.host_ranks == tuple(range(world.Get_size()))
-        return 0
-    if how == "stop":
-        return wait_for_stop(session, world)
-    if how in ("stuck", "busy", "computing"):
-        ready(session, world)
-        if how == "computing":
-            while True:
-                sum(range(1000))
-        if how == "stuck":  # rank 0 waits in MPI for ever; in a loop that allows a stop
-            with session.stop_on_request():
-                no_return(world)
-        no_return(world)
-    return go_wrong(how, session, world)
+    if how in ENDS:
+        return ENDS[how](session, world)
+    if how in AT_FAULT and world.Get_rank() == 1:
+        AT_FAULT[how]()
+    return no_return(world)
 
 
 LAUNCHER = os.getppid()
