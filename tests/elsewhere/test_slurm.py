@@ -116,12 +116,6 @@ def test_train_script(cluster, tmp_path):
     assert "4 ranks on 2 hosts" in result.output, result.output
 
 
-def test_exit_code_of_a_user_error_arrives(cluster, tmp_path):
-    result = submit(cluster, tmp_path, sys.prefix, "--tp", "3", "--out", f"{tmp_path}/run")
-    assert (result.state, result.exit_code) == ("FAILED", 2), result.output
-    assert not (tmp_path / "run").exists()
-
-
 def test_code_of_the_failing_rank_arrives(cluster, tmp_path):
     """srun alone would answer 143, the code of the ranks that it kills."""
     fake = tmp_path / "venv" / "bin" / "mpipar"
@@ -138,19 +132,27 @@ def test_code_of_the_failing_rank_arrives(cluster, tmp_path):
     assert not list(REPOSITORY.glob(".mpipar-exit-*"))
 
 
-def test_missing_environment_is_named(cluster, tmp_path):
-    result = submit(cluster, tmp_path, f"{tmp_path}/nothing")
-    assert (result.state, result.exit_code) == ("FAILED", 69), result.output
-    assert "MPIPAR_VENV" in result.output
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not OPENMPI_VENV, reason="MPIPAR_OPENMPI_VENV names no Open MPI environment")
-def test_open_mpi_under_pmi2_is_caught(cluster, tmp_path):
-    """Open MPI does not speak PMI-2: each of the four processes believes that it is alone."""
-    result = submit(cluster, tmp_path, OPENMPI_VENV, "--out", f"{tmp_path}/run")
-    assert (result.state, result.exit_code) == ("FAILED", 69), result.output
-    assert "--mpi=pmix" in result.output, result.output
+@pytest.mark.parametrize(
+    ("venv", "flags", "code", "said"),
+    [
+        (sys.prefix, ["--tp", "3"], 2, "--tp 3"),
+        ("/nowhere", [], 69, "MPIPAR_VENV"),
+        pytest.param(  # it does not speak PMI-2: each process believes that it is alone
+            OPENMPI_VENV,
+            [],
+            69,
+            "--mpi=pmix",
+            marks=pytest.mark.skipif(
+                not OPENMPI_VENV, reason="MPIPAR_OPENMPI_VENV names no Open MPI environment"
+            ),
+        ),
+    ],
+    ids=["layout", "no environment", "Open MPI"],
+)
+def test_code_and_words_of_a_refusal_arrive(venv, flags, code, said, cluster, tmp_path):
+    result = submit(cluster, tmp_path, venv, *flags, "--out", f"{tmp_path}/run")
+    assert (result.state, result.exit_code) == ("FAILED", code), result.output
+    assert said in result.output, result.output
     assert not (tmp_path / "run").exists()
 
 

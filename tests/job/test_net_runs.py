@@ -1,13 +1,12 @@
 """mpipar net as a job: every case, its files, several launches, and its failures."""
 
-import os
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, run_command, run_ranks
+from program import running
 
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, EXIT_USAGE
 from mpipar.interconnect import files
@@ -133,28 +132,7 @@ def test_vet_needs_three_ranks():
 
 def test_a_signal_leaves_whole_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
-    command = [
-        find_launcher(),
-        "-n",
-        "2",
-        *NET,
-        "-b",
-        "64",
-        "-e",
-        "64",
-        "-n",
-        "100",
-        "--json",
-        str(path),
-    ]
-    job = subprocess.Popen(
-        command, env={**os.environ, **OVERSUBSCRIBED, **ENV}, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    end = time.monotonic() + 60
-    while not (path.exists() and '"row"' in path.read_text()) and time.monotonic() < end:
-        time.sleep(0.2)
-    job.send_signal(signal.SIGINT)
-    job.wait(30)
-    assert job.returncode in (EXIT_INTERRUPTED, -signal.SIGINT, 128 + signal.SIGINT)
+    with running([*NET, "-b", 64, "-e", 64, "-n", 100, "--json", path], tmp_path, 2) as job:
+        job.wait_until(lambda: path.exists() and '"row"' in path.read_text())
+        assert job.interrupt() in (EXIT_INTERRUPTED, -signal.SIGINT, 128 + signal.SIGINT)
     assert files.read(str(path))[0].rows
