@@ -135,7 +135,7 @@ def test_code_of_the_failing_rank_arrives(cluster, tmp_path):
 @pytest.mark.parametrize(
     ("venv", "flags", "code", "said"),
     [
-        (sys.prefix, ["--tp", "3"], 2, "--tp 3"),
+        (sys.prefix, ["--tp", "3"], 2, "exit code 2 "),
         ("/nowhere", [], 69, "MPIPAR_VENV"),
         pytest.param(  # it does not speak PMI-2: each process believes that it is alone
             OPENMPI_VENV,
