@@ -278,15 +278,6 @@ def test_any_number_of_ranks_gets_a_layout(ranks, tmp_path):
 
 NOWHERE = {"MPI4PY_LIBMPI": "/nowhere"}
 WARNING = "mpipar: warning: MPI cannot be loaded ("
-SIZES = "--layers 2 --d-model 16 --heads 2 --seq-len 16 --batch-size 4".split()
-THREE_STEPS = ("train", *SIZES, *TEXT, "--steps", "3", "--sample-tokens", "0")
-
-
-@pytest.fixture
-def nothing_installed(tmp_path):
-    """The environment of a process whose mpi4py has no module MPI."""
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mpi4py.MPI'] = None\n")
-    return {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
 
 
 def without_mpi(*words, env=NOWHERE, cwd):
@@ -297,28 +288,27 @@ def without_mpi(*words, env=NOWHERE, cwd):
     return result
 
 
-def test_training_computes_what_it_computes_with_a_library(tmp_path):
-    for name in ("with", "without"):
-        (tmp_path / name).mkdir()
-    with_mpi = mpipar(*THREE_STEPS, cwd=tmp_path / "with").ended()
-    assert with_mpi.stderr == ""
-    without_mpi(*THREE_STEPS, "--trace", "1:2", "--check-comm", cwd=tmp_path / "without")
-    one, other = (tmp_path / name / "runs" / "0001" for name in ("with", "without"))
-    assert [line["loss"] for line in metrics(one)] == [line["loss"] for line in metrics(other)]
-    wanted, got = weights(one), weights(other)
+def test_training_computes_what_it_computes_with_a_library(one_rank, text_file, tmp_path):
+    words = ["--data", text_file, "--trace", "1:2", "--check-comm", "--out", tmp_path / "run"]
+    without_mpi(*SMALL, *words, cwd=tmp_path)
+    wanted, got = metrics(one_rank), metrics(tmp_path / "run")
+    assert [line["loss"] for line in got] == [line["loss"] for line in wanted]
+    wanted, got = weights(one_rank), weights(tmp_path / "run")
     assert wanted.keys() == got.keys()
     assert all(np.array_equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_a_library_that_is_not_installed_is_one_that_cannot_be_loaded(tmp_path, nothing_installed):
-    result = without_mpi(*THREE_STEPS, env=nothing_installed, cwd=tmp_path)
+def test_a_library_that_is_not_installed_is_one_that_cannot_be_loaded(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['mpi4py.MPI'] = None\n")
+    env = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    result = without_mpi(*SHORT, *TEXT, env=env, cwd=tmp_path)
     # the second cure is that of a system with Debian's MPICH
     assert re.search(r"install one with pip install '.\[mpich\]'|its mpiexec", result.stderr)
     assert "held-out loss" in result.stdout
 
 
 def test_several_ranks_are_refused(tmp_path):
-    result = run_ranks(2, [*PROGRAM, *THREE_STEPS], LIMIT, environment(NOWHERE), tmp_path)
+    result = run_ranks(2, [*PROGRAM, *SHORT, *TEXT], LIMIT, environment(NOWHERE), tmp_path)
     block_of(result, 69, "unset MPI4PY_LIBMPI, or load your cluster's MPI")
     assert WARNING not in result.stderr
     assert not (tmp_path / "runs").exists()
