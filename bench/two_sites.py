@@ -54,11 +54,18 @@ OVER_TCP = {  # shared memory would bypass the link
 }
 
 
-def ip(*words: str) -> None:
-    """Run `ip` with these words. Raises EnvironmentProblem."""
+def ip(*words: str) -> str:
+    """Return what `ip` with these words prints.
+
+    Raises EnvironmentProblem if it fails: most containers forbid namespaces even to root.
+    """
     done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
     if done.returncode:
-        raise EnvironmentProblem(f"ip {' '.join(words)}: {done.stderr.strip()}")
+        raise EnvironmentProblem(
+            f"ip {' '.join(words)}: {done.stderr.strip()}; a container must be started with"
+            " --privileged"
+        )
+    return done.stdout
 
 
 class Link:

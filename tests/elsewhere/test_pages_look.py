@@ -91,15 +91,6 @@ def test_nothing_is_fetched_and_both_themes_are_drawn(write, shown, pictures):
         ) == [f"theme: {expected}", expected]
 
 
-@each_page
-def test_nothing_sticks_out_of_a_narrow_window(write, shown, pictures):
-    page = shown(write)
-    page.resize(480, 900)
-    page.run(FRAME)
-    page.picture(pictures / f"{write.__name__}-narrow.png")
-    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
-
-
 # --- the page of a trace
 
 

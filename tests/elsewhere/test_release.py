@@ -1,6 +1,5 @@
 """What a site meets first: versions, containers, scripts of launchers, a package from nothing."""
 
-import configparser
 import json
 import os
 import re
@@ -10,17 +9,18 @@ import sys
 from collections.abc import Mapping
 from configparser import ConfigParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from helpers import REPOSITORY, find_launcher, run_command, run_ranks
 from program import LIMIT, PROGRAM, environment, metrics
 
 import mpipar
+from docs import conf
 
 DEPLOY = REPOSITORY / "deploy"
 CITATION = (REPOSITORY / "CITATION.cff").read_text()
 CHANGES = (REPOSITORY / "CHANGELOG.md").read_text()
-WORKFLOW = (REPOSITORY / ".github" / "workflows" / "check.yml").read_text()
 
 
 def run_well(
@@ -32,21 +32,6 @@ def run_well(
     return done.stdout
 
 
-def copied() -> dict[str, list[str]]:
-    """Return what each definition of a container copies into it, from the top of the repository."""
-    docker = (DEPLOY / "Dockerfile").read_text()
-    apptainer = (DEPLOY / "apptainer.def").read_text()
-    files = re.search(r"^%files\n((?: +\S+ \S+\n)+)", apptainer, re.MULTILINE)
-    return {
-        "Dockerfile": [
-            name
-            for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE)
-            for name in line.split()
-        ],
-        "apptainer.def": [line.split()[0] for line in files[1].splitlines()],
-    }
-
-
 def test_one_version_everywhere():
     metadata = ConfigParser()
     metadata.read(REPOSITORY / "setup.cfg")
@@ -56,38 +41,45 @@ def test_one_version_everywhere():
     assert "author = The mpipar authors" in (REPOSITORY / "setup.cfg").read_text()
 
 
-def test_the_forge_runs_the_whole_check():
-    assert "bash .ci/run" in WORKFLOW
-    doctor = (REPOSITORY / ".github" / "ISSUE_TEMPLATE" / "problem.yml").read_text()
-    assert "mpipar doctor" in doctor
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The folder that pip has installed the package into, from what containers copy."""
+    sources, target = (tmp_path_factory.mktemp(name) for name in ("sources", "installed"))
+    docker, apptainer = ((DEPLOY / name).read_text() for name in ("Dockerfile", "apptainer.def"))
+    copied = re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE)
+    names = " ".join(copied).split()
+    for name in names:
+        assert f"{name} " in apptainer
+        assert f"!{name}" in (REPOSITORY / ".dockerignore").read_text().splitlines()
+        run_well(["cp", "-r", str(REPOSITORY / name), str(sources)])
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
+    run_well([*pip, "--no-build-isolation", "--target", str(target), str(sources)])
+    return target
 
 
-@pytest.mark.parametrize("name", copied())
-def test_containers_copy_what_is_there(name):
-    names = copied()[name]
-    assert names == ["setup.cfg", "pyproject.toml", "README.md", "LICENSE", "mpipar"]
-    let_through = (REPOSITORY / ".dockerignore").read_text().splitlines()
-    for one in names:
-        assert (REPOSITORY / one).exists()
-        assert f"!{one}" in let_through
+def test_installed_files_are_the_sources(installed):
+    ours, theirs = (
+        {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and path.suffix != ".pyc"
+        }
+        for folder in (REPOSITORY / "mpipar", installed / "mpipar")
+    )
+    assert sorted(theirs) == sorted(ours), "see packages and package_data in setup.cfg"
+    assert [name for name in ours if ours[name] != theirs[name]] == []
 
 
-@pytest.mark.slow
-def test_what_containers_install_is_enough(tmp_path):
-    install = {
-        re.search(r"pip install --no-cache-dir '(.*)'$", path.read_text(), re.MULTILINE)[1]
-        for path in (DEPLOY / "Dockerfile", DEPLOY / "apptainer.def")
-    }
-    assert install == {".[mpich,cpu,text]"}
-    for name in copied()["Dockerfile"]:
-        run_well(["cp", "-r", str(REPOSITORY / name), str(tmp_path)])
-    packages = tmp_path / "packages"
-    run_well(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages), "."],
-        cwd=tmp_path,
-    )  # with the packages that are here already
-    doctor = run_ranks(2, (*PROGRAM, "doctor"), LIMIT, {"PYTHONPATH": str(packages)}, "/")
+def test_the_installed_program_runs_outside_the_repository(installed, tmp_path):
+    """The script is the installed copy, and so are the ranks of a job."""
+    own = {"PYTHONPATH": str(installed)}
+    shown = run_well([str(installed / "bin" / "mpipar"), "--help"], own, tmp_path)
+    assert shown.startswith("usage: mpipar COMMAND")
+    doctor = run_ranks(2, (*PROGRAM, "doctor"), LIMIT, own, tmp_path)
     assert f"mpipar {mpipar.__version__}" in doctor.stdout, doctor.tail()
+    assert str(installed) in doctor.stdout + run_well(
+        [sys.executable, "-c", "import mpipar; print(mpipar.__file__)"], own, tmp_path
+    )
 
 
 @pytest.fixture
@@ -161,79 +153,35 @@ def test_reframe_runs_the_checks(tmp_path):
     assert min(figures) > 0
 
 
-# --- `pip install .` installs what is in the repository, and its program runs from there
+# --- the documentation as a site: Sphinx warns about nothing, every page is there, links work
 
 
-PACKAGE = REPOSITORY / "mpipar"
-INPUTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+@pytest.mark.sphinx
+def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_path):
+    command = [sys.executable, "-m", "sphinx", "-qW", "-d", tmp_path / "read", "docs", tmp_path]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = {path.relative_to(tmp_path): path.read_text() for path in tmp_path.rglob("*.html")}
+    written = [path.relative_to(conf.DOCS).with_suffix(".html") for path in conf.DOCS.rglob("*.md")]
+    assert len(written) > 20
+    assert set(written) <= pages.keys()
+    index = next(text for path, text in pages.items() if str(path) == "index.html")
+    assert all(f'href="{path}"' in index for path in written if str(path) != "index.html")
+    for path, text in pages.items():
+        assert 'href="#../' not in text, path
+        for link in re.findall(r'href="([^"#:?]+)["#?]', text):
+            assert (tmp_path / path.parent / unquote(link)).exists(), (path, link)
 
 
-def files_in(folder):
-    """{path: bytes} of the files of a package, without compiled files."""
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and path.suffix != ".pyc"
-    }
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """The folder that pip has installed the package into."""
-    sources, target = (tmp_path_factory.mktemp(name) for name in ("sources", "installed"))
-    for name in INPUTS:
-        shutil.copy(REPOSITORY / name, sources)
-    shutil.copytree(PACKAGE, sources / "mpipar", ignore=shutil.ignore_patterns("__pycache__"))
-    result = run_command(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-index",
-            "--no-deps",
-            "--no-build-isolation",
-            "--root-user-action=ignore",
-            "--target",
-            target,
-            sources,
-        ],
-        LIMIT,
+def test_links_out_of_the_pages_become_code():
+    page = (
+        "[a](../runs.md#formats) [mpipar/cli.py](../../mpipar/cli.py) ![b](../report.png)\n"
+        "[README](../../README.md#run-it) [c](https://mpi-forum.org) `[d](../../setup.cfg)`\n"
+        "```\n[e](../../setup.cfg)\n```\n"
     )
-    assert result.returncode == 0, result.tail()
-    return target
-
-
-def test_installed_files_are_the_sources(installed):
-    ours, theirs = files_in(PACKAGE), files_in(installed / "mpipar")
-    assert sorted(theirs) == sorted(ours), "see packages and package_data in setup.cfg"
-    assert [name for name in ours if ours[name] != theirs[name]] == []
-
-
-def test_console_script(installed, tmp_path):
-    """The script is `mpipar`, and it runs the installed copy, not the sources."""
-    scripts = configparser.ConfigParser()
-    (path,) = installed.glob("mpipar-*.dist-info/entry_points.txt")
-    scripts.read(path)
-    assert dict(scripts["console_scripts"]) == {"mpipar": "mpipar.__main__:main"}
-    environment = {"PYTHONPATH": str(installed), "PYTHONVERBOSE": "1"}
-    result = run_command([installed / "bin" / "mpipar", "--help"], LIMIT, environment, cwd=tmp_path)
-    assert result.returncode == 0, result.tail()
-    assert result.stdout.startswith("usage: mpipar COMMAND")
-    assert f"{installed}/mpipar/cli.py" in result.stderr
-    assert f"{PACKAGE}/cli.py" not in result.stderr
-
-
-def test_core_needs_no_more_than_it_says():
-    """MPI libraries, CuPy and PyTorch are extras: a core that pulls them in breaks clusters."""
-    setup = configparser.ConfigParser()
-    setup.read(REPOSITORY / "setup.cfg")
-    names = {line.split(">=")[0] for line in setup["options"]["install_requires"].split()}
-    assert names == {"numpy", "mpi4py", "safetensors", "ml_dtypes", "threadpoolctl", "tqdm"}
-    for extra, text in setup["options.extras_require"].items():
-        assert text.strip(), extra
+    assert conf.plain_links(conf.DOCS / "tour", page) == page.replace(
+        "[mpipar/cli.py](../../mpipar/cli.py)", "`mpipar/cli.py`"
+    ).replace("[README](../../README.md#run-it)", "`README.md`")
 
 
 # --- docs/from-nothing.sh, run unchanged: from Python's documentation to a model of transformers

@@ -1,6 +1,7 @@
 """A whole small model in this process: from a folder of weights, or with random ones."""
 
 import json
+import types
 
 import numpy as np
 from config_helpers import changed, reading_of
@@ -13,8 +14,17 @@ from mpipar.config.sections import Config
 from mpipar.layers.stash import Batch
 from mpipar.ops import make
 from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.process.mpi import OneRank
 from mpipar.run.resolve import resolve
 from mpipar.train.worker import Worker
+
+# A session without a launcher, for programs of bench/ that a test calls.
+SESSION = types.SimpleNamespace(
+    start=lambda: SESSION.world,
+    host_rank=0,
+    world=OneRank("none is needed"),
+    agree=lambda function: function(),
+)
 
 
 def worker_for(folder, dtype="float64", *flags):

@@ -8,8 +8,6 @@ from graphlib import CycleError, TopologicalSorter
 
 from helpers import REPOSITORY
 
-from mpipar.cli import COMMANDS
-
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """cache errors ops comm config layers models pipeline train run.files run.process run.data
     run.checkpoint run.console run.trace run.inference run study.schedules study.explain
@@ -95,7 +93,7 @@ def folder(module):
 
 
 def circle(graph):
-    """Modules or folders that import each other in a circle, or None."""
+    """Modules that import each other in a circle, or None."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -103,17 +101,13 @@ def circle(graph):
     return None
 
 
-def import_graph(sources, place=lambda module: module):
-    """What imports what inside the package; place: folder, for folders in place of modules."""
-    graph = {}
-    for module, source in sources.items():
-        to = {
-            place(target(name))
-            for _, name, _ in imports(module, source)
-            if name.split(".")[0] == "mpipar"
-        }
-        graph.setdefault(place(module), set()).update(to - {place(module), "__init__"})
-    return graph
+def import_graph(sources):
+    """What imports what inside the package."""
+    return {
+        module: {target(name) for _, name, _ in imports(module, source) if "mpipar." in name}
+        - {module, "__init__"}
+        for module, source in sources.items()
+    }
 
 
 # --- the rules: (module, source) -> problems
@@ -165,11 +159,6 @@ def mpi_problems(module, source):
     return found
 
 
-def is_layer(node):
-    names = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
-    return "forward" in names
-
-
 def array_math_problems(module, source):
     """Layers and models reshape, transpose and slice; all arithmetic on arrays is in ops.
 
@@ -189,7 +178,8 @@ def array_math_problems(module, source):
     methods = [
         item
         for node in tree.body
-        if isinstance(node, ast.ClassDef) and is_layer(node)
+        if isinstance(node, ast.ClassDef)
+        and "forward" in [getattr(one, "name", "") for one in node.body]
         for item in node.body
         if isinstance(item, ast.FunctionDef)
         if item.name != "__init__"
@@ -218,36 +208,6 @@ def array_math_problems(module, source):
     return found
 
 
-def name_problems(module, source):
-    """The name of a rank says of what: world_rank, dp_rank, ...
-
-    Only grid.py, launchers and views of a run have bare names: the last two know one kind of rank.
-    So has a command's flag --rank.
-    """
-    known = ("comm.grid", "comm.objects", "run.trace.clock", "comm.launcher")
-    if module in known or folder(module) in (
-        "run.console",
-        "run.process",
-        "run.trace",
-        "study.plan",
-        "study.trace",
-    ):
-        return []
-    found, tree = set(), parsed(source)
-    flags = {
-        field.target
-        for node in tree.body
-        if getattr(node, "name", "") == "Arguments"
-        for field in node.body
-        if isinstance(field, ast.AnnAssign)
-    }
-    for node in ast.walk(tree):
-        name = getattr(node, "id", getattr(node, "arg", None))
-        if isinstance(node, (ast.Name, ast.arg)) and name == "rank" and node not in flags:
-            found.add(f"{module}:{node.lineno}: a bare {name}")
-    return sorted(found)
-
-
 MUTATORS = set(
     "add append appendleft clear discard extend insert pop popitem remove reverse setdefault sort"
     " update".split()
@@ -255,90 +215,34 @@ MUTATORS = set(
 
 
 def state_problems(module, source):
-    """Nothing at module level changes: there are only constants, no globals and no caches."""
-    tree, found, constants = parsed(source), [], set()
-    for node in tree.body:
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, (ast.AnnAssign, ast.AugAssign))
-            else []
-        )
-        for name in [n for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]:
-            constants.add(name.id)
-            fixed = isinstance(node.value, (ast.Constant, ast.Tuple))
-            is_type = re.fullmatch(r"[A-Z][a-z]\w*", name.id)
-            if not (fixed or name.id.isupper() or is_type or name.id == "__all__"):
-                found.append(f"{module}:{node.lineno}: {name.id} is no constant by its name")
+    """Nothing at module level changes, and no function keeps its results; ruff refuses `global`."""
+    tree, found = parsed(source), []
+    stored = [
+        node
+        for statement in tree.body
+        if isinstance(statement, (ast.Assign, ast.AnnAssign))
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    ]
+    constants = {node.id for node in stored}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Global):
-            found.append(f"{module}:{node.lineno}: global {', '.join(node.names)}")
-        if isinstance(node, ast.FunctionDef):
-            words = {
-                getattr(n, "id", getattr(n, "attr", ""))
-                for decorator in node.decorator_list
-                for n in ast.walk(decorator)
-            }
-            if words & {"cache", "lru_cache"}:
-                found.append(f"{module}:{node.lineno}: {node.name} keeps its results")
+        decorators = " ".join(map(ast.unparse, getattr(node, "decorator_list", ())))
+        if re.search(r"\b(lru_)?cache\b", decorators):
+            found.append(f"{module}:{node.lineno}: {node.name} keeps its results")
         written = None
         if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             written = node.value
-        elif (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr in MUTATORS
-        ):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in MUTATORS:
             written = node.func.value
         if isinstance(written, ast.Name) and written.id in constants:
             found.append(f"{module}:{node.lineno}: changes {written.id}")
     return found
 
 
-def stash_problems(module, source):
-    """What holds a layer derives its stash, so that no field is forgotten: see `Stash.inner`."""
-    runs_layers = module in ("layers.stash", "models.flops")
-    if folder(module) not in ("layers", "models") or runs_layers:
-        return []
-    return [
-        f"{module}:{node.lineno}: makes a Stash; derive one by inner()"
-        for node in ast.walk(parsed(source))
-        if isinstance(node, ast.Call)
-        and getattr(node.func, "attr", getattr(node.func, "id", "")) == "Stash"
-    ]
-
-
-FRAME = {"commands", "commands.command"}
-
-
-def command_problems(module, source):
-    """Each command is one module: it knows the frame, and no other command."""
-    if folder(module) != "commands":
-        return []
-    return [
-        f"{module}:{line}: a command imports {name}"
-        for line, name, _ in imports(module, source)
-        if folder(target(name)) == "commands" and target(name) not in FRAME
-    ]
-
-
-def one_command_problems(module, source):
-    """Every module of commands/ but the frame is a command that the command line offers."""
-    known = FRAME | {f"commands.{name}" for name in COMMANDS}
-    if folder(module) != "commands" or module in known:
-        return []
-    return [f"{module}: no command of mpipar; move it to a folder below"]
-
-
 RULES = [
     floor_problems,
-    command_problems,
-    one_command_problems,
     outside_problems,
     mpi_problems,
     array_math_problems,
-    name_problems,
     state_problems,
-    stash_problems,
 ]

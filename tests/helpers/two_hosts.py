@@ -13,6 +13,8 @@ import time
 import uuid
 from functools import cache
 
+from bench import two_sites
+from bench.two_sites import ip
 from mpipar.errors import EnvironmentProblem
 
 PROGRAMS = ("ip", "tc", "unshare", "hostname")
@@ -26,15 +28,9 @@ own=(--uts)
 [[ $host == hostb* ]] && own+=(--time --monotonic {AHEAD_SECONDS} --fork --kill-child)
 exec ip netns exec "$host" unshare "${{own[@]}}" bash -c "hostname $host; exec $*"
 """
-# Shared memory would bypass the cable. Both hosts also share the cores of this machine: a rank that
-# considers all of them its own would start so many BLAS threads that they wait for each other.
-OVER_TCP = {
-    "UCX_TLS": "tcp,self",
-    "UCX_NET_DEVICES": "eth0",
-    "MPIR_CVAR_NOLOCAL": "1",
-    "HYDRA_LAUNCHER": "ssh",
-    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2)),
-}
+# Both hosts share the cores of this machine: a rank that considers all of them its own would start
+# so many BLAS threads that they wait for each other.
+OVER_TCP = two_sites.OVER_TCP | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 2))}
 
 
 @cache
@@ -51,20 +47,6 @@ def missing() -> str | None:
     except EnvironmentProblem as error:
         return str(error)
     return None
-
-
-def ip(*words) -> str:
-    """Return what `ip` with these words prints.
-
-    Raises EnvironmentProblem if it fails: most containers forbid namespaces even to root.
-    """
-    done = subprocess.run(["ip", *words], check=False, capture_output=True, text=True)
-    if done.returncode:
-        raise EnvironmentProblem(
-            f"ip {' '.join(words)}: {done.stderr.strip()}; a container must be started with "
-            "--privileged"
-        )
-    return done.stdout
 
 
 def wait_until_up(name):

@@ -60,18 +60,6 @@ def test_losses_are_those_of_the_package(reference, layout):
     assert ours == pytest.approx(theirs, rel=1e-12, abs=0)
 
 
-def test_it_names_files_that_exist():
-    text = FILE.read_text()
-    assert "import mpipar" not in text
-    assert "from mpipar" not in text
-    folder, missing = "", []
-    for name in re.findall(r"[\w/]+\.py", text.split('"""', 2)[2]):
-        path = REPOSITORY / name if "/" in name else folder / name
-        folder = path.parent
-        missing += [] if path.is_file() else [name]
-    assert missing == []
-
-
 def test_the_command_line():
     done = run_ranks(2, [sys.executable, str(FILE), "--steps", "1"], LIMIT, environment()).ended()
     assert re.search(r"^step +1  loss 5\.\d{4}$", done.stdout, re.MULTILINE)

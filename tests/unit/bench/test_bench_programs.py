@@ -6,23 +6,17 @@ import subprocess
 import sys
 
 import pytest
-from bench_session import SESSION
 from helpers import run_command, run_ranks
+from one_rank import SESSION
 
 from bench import generate
 from bench.__main__ import main, programs
 from bench.claims import __main__ as claims
-from bench.matmul import __main__ as matmul
-from bench.matmul.cut_product import cases, shown
-from bench.matmul.mesh import MESH_CUTS
-from bench.step import __main__ as step
 from mpipar.errors import (
-    EXIT_DATA,
     EXIT_OK,
     EXIT_OUTPUT,
     EXIT_USAGE,
     OutputError,
-    UsageError,
 )
 from mpipar.run.inference import generate as generation
 
@@ -55,10 +49,6 @@ def test_both_names_start_the_same_program(name):
     assert by_runner.returncode == EXIT_OK
     assert by_runner.stdout == by_module.stdout
     assert f"python -m bench.{name}" in by_runner.stdout
-
-
-def test_flags_and_exit_code_are_those_of_the_program():
-    assert run("bench", "compare", "no", "file").returncode == EXIT_DATA
 
 
 def test_the_list_shows_each_program_with_its_subject(capsys):
@@ -94,15 +84,6 @@ def test_several_ranks_end_with_one_message(no_folder):
     assert done.returncode == EXIT_OUTPUT, done.tail()
     assert done.stderr.count(no_folder) == 1
     assert done.stdout == ""
-
-
-@pytest.mark.parametrize("parse", [matmul.main.parse, step.main.parse])
-@pytest.mark.parametrize("number", ["0", "-3", "x", "1.5"])
-def test_a_size_is_a_whole_number_above_zero(parse, number, capsys):
-    with pytest.raises((UsageError, SystemExit)) as caught:
-        parse(["--repeats", number])
-    said = str(caught.value) + capsys.readouterr().err
-    assert f"argument --repeats: '{number}': must be a whole number above 0" in said
 
 
 # --- what is wrong is not timed, and what is too slow is an exit code: each program is changed
@@ -244,17 +225,3 @@ def test_every_cut_is_measured(tmp_path):
     sent = {row["cut"]: row["sent_MiB"] for row in rows}  # a ring sends what the collectives send
     assert sent["column_ring"] == sent["column_sp"] > 0
     assert sent["row_ring"] == sent["row_sp"] > 0
-
-
-def test_every_number_of_ranks_has_its_square_grids():
-    grids = {
-        number: [shown(*case) for case in cases(number) if case[0] in MESH_CUTS]
-        for number in (1, 5, 8, 9, 12)
-    }
-    assert grids == {
-        1: ["1 x 1"],
-        5: ["1 x 1 x 5"],
-        8: ["2 x 2 x 2", "1 x 1 x 8"],
-        9: ["3 x 3", "1 x 1 x 9"],
-        12: ["2 x 2 x 3", "1 x 1 x 12"],
-    }

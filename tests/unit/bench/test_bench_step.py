@@ -5,13 +5,12 @@ import sys
 
 import numpy as np
 import pytest
-from bench_session import ONE, SESSION
 from helpers import run_ranks
+from one_rank import SESSION
 
 from bench.step import __main__ as step
 from bench.step.torch_process import ALONE, TOGETHER, TorchProcess
-from docs.build import tables
-from mpipar.errors import EnvironmentProblem, UsageError
+from mpipar.errors import EnvironmentProblem
 from mpipar.ops.numpy_ops import NumpyOps
 
 SIZES = """--layers 2 --d-model 24 --heads 4 --seq-len 20 --batch-size 2 --vocab-size 31 --repeats 2
@@ -141,22 +140,3 @@ def test_operations_of_a_step_are_those_of_the_closed_form():
     assert step.step_flops(args) == (
         6 * batch * tokens * matrices + 12 * layers * batch * tokens**2 * width
     )
-
-
-@pytest.mark.parametrize("peak", ["0", "-1", "nan", "inf"])
-def test_a_peak_is_above_zero(peak):
-    with pytest.raises(UsageError, match="--peak-tflops must be above 0"):
-        step.main.parse(["--peak-tflops", peak])
-
-
-def test_the_readme_says_how_long_a_step_takes():
-    times = {"mpipar numpy": 90.0, "mpipar numba": 80.0, "torch": 120.0, "torch compiled": 100.0}
-    assert tables.lead([{"side": side, "step_ms": ms} for side, ms in times.items()]) == (
-        "A step takes 0.90x (numpy) and 0.80x (numba) as long as PyTorch's fastest variant."
-    )
-
-
-def test_a_rank_without_a_part_has_no_times():
-    found = step.take_steps({}, ["torch"], range(1, 3), ONE)
-    assert found.shape == (1, 2, 4)
-    assert np.isnan(found).all()

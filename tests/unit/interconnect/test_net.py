@@ -1,6 +1,5 @@
 """mpipar net without ranks: flags, statistics, tables, files, pages, and who is slow."""
 
-import re
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +10,10 @@ import pytest
 from bench import interconnect as old_name
 from mpipar import cli
 from mpipar.errors import DataError, UsageError
-from mpipar.interconnect import arguments, compare, files, job, measure, pictures, screen, vet
+from mpipar.interconnect import arguments, compare, files, job, screen, vet
 from mpipar.interconnect.arguments import BY, Arguments
 from mpipar.interconnect.cases import BARE, CASES, COMM, ROUTINGS, At, shares
-from mpipar.interconnect.groups import host_sections, layout_sections, read_layout
+from mpipar.interconnect.groups import layout_sections, read_layout
 from mpipar.interconnect.hosts import check_room
 from mpipar.interconnect.statistics import (
     STUDENT,
@@ -171,13 +170,6 @@ def test_routings_share_all_selections(name, experts):
         assert (np.diff(found) <= 0).all()
 
 
-def test_the_hot_expert_gets_twice_as_much():
-    at = at_of(0, 4, 256)
-    assert CASES["all-to-allv"].size_bytes(at) >= 256
-    received = [sum(CASES["all-to-allv"].taken(at_of(index, 4, 256))) for index in range(4)]
-    assert received[0] == 2 * received[1] == 2 * received[3]
-
-
 # --- statistics
 
 
@@ -234,13 +226,6 @@ def test_no_tail_from_few_samples():
     assert summary(range(1, 100))["p99_us"] is None
     assert summary(range(1, 102))["p99_us"] == pytest.approx(100, rel=0.01)
     assert " - " in screen.text([row()]).splitlines()[2]
-
-
-def test_overlap_in_percent():
-    assert measure.percent(10, 10, 10) == 100
-    assert measure.percent(10, 10, 20) == 0
-    assert measure.percent(10, 10, 15) == 50
-    assert measure.percent(10, 10, 40) == 0
 
 
 # --- screen
@@ -357,23 +342,6 @@ def test_a_sheet_has_the_measured_links(tmp_path, axes):
     rate = pytest.approx((1 << 20) / 500 * 1e-3, rel=1e-3)
     assert [(one.gbytes_s, one.latency_us) for one in machine.links] == [(rate, 5.0)] * 2
     assert machine.links[0].joins == (4 if "host" in axes else 1)
-
-
-def test_sums_of_a_sheet_stay_inside_hosts_or_cross_them():
-    found = host_sections(["a", "a", "b", "b"])
-    assert [one.groups for one in found] == [((0, 1), (2, 3)), ((0, 2),)]
-    assert [one.axis for one in host_sections(["a", "b"])] == ["hosts"]
-    assert [one.axis for one in host_sections(["a", "a"])] == ["host"]
-
-
-def test_the_page_needs_nothing_else(tmp_path):
-    rows = [row(size, us, via) for size, us in ((8, 2), (64, 3)) for via in (COMM, BARE)]
-    page = pictures.build([*rows, row(0, case="ring")], closing(rows))
-    assert "http" not in page.replace("http://www.w3.org/2000/svg", "").replace("http-equiv", "")
-    assert page.count("<svg") == 2
-    assert "light-dark(" in page
-    assert "[[" not in page
-    assert not re.search(r"nan|inf\b", "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL)))
 
 
 # --- compare

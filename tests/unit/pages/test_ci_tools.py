@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from conftest import beyond_pairs
-from helpers import REPOSITORY, run_command
+from helpers import REPOSITORY
 
 TOOLS = REPOSITORY / ".ci"
 
@@ -66,15 +66,6 @@ def test_readme_command():
     assert readme_command(text, "test") == "z"
     with pytest.raises(LookupError, match="command: other"):
         readme_command(text, "other")
-
-
-def test_bare_pytest_finds_what_the_tests_import():
-    command = [Path(sys.executable).with_name("pytest"), "--collect-only", "-q"]
-    result = run_command(
-        [*command, "tests/unit/bench/test_bench_step.py", "tests/unit/commands/test_verify.py"], 60
-    )
-    assert result.returncode == 0, result.tail()
-    assert "test_takes_the_weights_that_it_is_given" in result.stdout
 
 
 def summary(folder: Path, *argv: str) -> subprocess.CompletedProcess:
@@ -133,7 +124,3 @@ def test_chosen_cases_let_every_two_values_meet(sizes, count):
         return {two for one in items for two in itertools.combinations(enumerate(one.values), 2)}
 
     assert pairs(chosen) == pairs(cases)
-
-
-def test_a_case_of_one_value_always_runs():
-    assert beyond_pairs([Item((1,)), Item((2,)), Item((), path="b.py")]) == set()

@@ -10,7 +10,7 @@ from helpers import REPOSITORY
 
 from bench.kernels.floors import counted
 from docs.build import __main__ as program
-from docs.build import commands, floors, measured, pages, pictures, reading_path
+from docs.build import commands, measured, pages, pictures, reading_path, tables
 from docs.build.blocks import PageError, blocks_of, update
 from mpipar.errors import DataError
 from mpipar.study.explain.predict import predict
@@ -115,7 +115,7 @@ def test_what_a_step_moves_and_computes_follows_from_its_shapes():
     steps = predict(config, 0)
     assert found["adamw_runs"]["bytes"] == 30 * sum(length for _, length in steps.segments)
     assert sum(one["flops"] for one in found.values()) == sum(steps.flops.values())
-    assert floors.floors("h100", words).count("| memory |") == len(found)  # so small is this model
+    assert tables.floors("h100", words).count("| memory |") == len(found)  # so small is this model
 
 
 @pytest.mark.parametrize(
