@@ -33,7 +33,7 @@ from mpipar.config.setting import read_bytes
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.ops import make
-from mpipar.run.checkpoint.disk import BLOCK_BYTES
+from mpipar.run.checkpoint.boxes import BLOCK_BYTES
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver

@@ -62,7 +62,7 @@ class Grid:  # mpipar/comm/grid.py
         self.ends = self.pp.Split(int(self.is_first or self.is_last))  # both have the token table
 
 
-def shapes(grid, blocks):  # mpipar/models/decoder.py, mpipar/run/checkpoint/hf_form.py
+def shapes(grid, blocks):  # mpipar/models/decoder.py, mpipar/run/checkpoint/families.py
     """Return (GPT-2's name, shape, axis that tp cuts or None) of the tensors of a stage."""
     if grid.is_first or grid.is_last:
         yield "wte.weight", (V, D), 0

@@ -19,8 +19,7 @@ from mpipar.config.setting import flag
 from mpipar.errors import DataError
 from mpipar.run.checkpoint.manifest import GONE, NAME
 from mpipar.run.checkpoint.weight_files import check_digests
-from mpipar.run.data.fingerprint import fingerprint
-from mpipar.run.data.token_file import pieces_of
+from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.files.bounded import open_regular, problems_as
 from mpipar.run.files.digests import digest_of
 from mpipar.run.source import source_files

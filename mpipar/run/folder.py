@@ -14,6 +14,7 @@ from mpipar.config.run import RUNS, named_folder, traced_steps
 from mpipar.config.text import counted
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.run.checkpoint.manifest import committed_steps
+from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.run.console import series
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import parse_json, problems_as, read_text
@@ -92,8 +93,7 @@ def make_run_folder(config, session, sources: Sources, beside: Mapping[str, byte
 def _write(config, beside: Mapping[str, bytes], folder: Path) -> None:
     """Write what a start leaves in its folder; config.toml makes it a run folder."""
     replace_file(CONFIG, [to_toml(config).encode()], root=folder)
-    for name, content in beside.items():
-        replace_file(f"{WEIGHTS}/{name}", [content], root=folder)
+    write_tokenizer_files(beside, folder / WEIGHTS)
 
 
 def _content(folder: Path) -> list[str]:

@@ -68,6 +68,8 @@ FIXED = (
 )
 # What belongs to one start of the program, not to the run.
 OF_A_START = ("resume", "out", "trace")
+# Of an unusable checkpoint whose predecessor is loaded instead.
+FALLBACK = "DAMAGED CHECKPOINT, falling back to the one before"
 # What is chosen together: naming one of them resets the others.
 ORDER = ("schedule", "schedule_csv", "chunks", "stage_layers")
 
@@ -154,7 +156,7 @@ def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str)
             found.schedule,
             found.data,
             finished=finished_step(folder) if folder else 0,
-            notes=tuple(map(fallback, notes)),
+            notes=tuple(f"{FALLBACK}: {note}" for note in notes),
         )
     raise DataError([*notes, f"--resume {asked}: no checkpoint of {source} can be read"])
 
@@ -219,11 +221,6 @@ def _named_steps(text: str) -> tuple[Path, list[Path]]:
         )
         raise DataError(f"--resume {text}: there is no checkpoint here{cure}")
     return path, [steps[-1][1]]
-
-
-def fallback(damage: str) -> str:
-    """Return the message for an unusable checkpoint whose predecessor is loaded instead."""
-    return f"DAMAGED CHECKPOINT, falling back to the one before: {damage}"
 
 
 def with_saved_settings(parsed, start: Start, world_size: int):
@@ -378,7 +375,7 @@ def load_newest(session, worker, start: Start, log) -> int:
         wrong += found
         if text != start.candidates[-1]:
             for problem in found:
-                log(fallback(problem))
+                log(f"{FALLBACK}: {problem}")
 
     def refuse():
         raise DataError(wrong)

@@ -50,4 +50,4 @@ def source_files(folder: str) -> list[Path]:
     """
     if is_step(folder):
         return [Path(folder) / NAME]
-    return [Path(folder) / "config.json", *weight_paths(Path(folder), folder)]
+    return [Path(folder) / "config.json", *weight_paths(Path(folder))]

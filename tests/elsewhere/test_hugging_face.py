@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import warnings
 from contextlib import contextmanager
 
@@ -15,10 +16,9 @@ from mpipar.layers.ffn import GatedFeedForward
 from mpipar.layers.parallel.local_attention import LocalAttention
 from mpipar.layers.stash import Batch
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.run.checkpoint import hf_mixtral
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.checkpoint.formats import apart, format_of
-from mpipar.run.checkpoint.hf_llama import LLAMA
+from mpipar.run.checkpoint.families import LLAMA, MIXTRAL
+from mpipar.run.checkpoint.formats import format_of
 from mpipar.run.checkpoint.weight_files import WeightFiles
 from mpipar.run.inference.generate import STOP, Sampling, Text, generate
 from mpipar.train.optim import learning_rate
@@ -216,7 +216,7 @@ def test_names_that_are_swapped_would_be_seen(swap, rng, tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("exact")
 def test_matrices_of_experts_that_are_swapped_would_be_seen(rng, tmp_path, monkeypatch):
-    monkeypatch.setitem(hf_mixtral.EXPERT, "moe.up.w", ("w3", "w1"))
+    monkeypatch.setitem(MIXTRAL.experts, "moe.up.w", ("w3", "w1"))
     with pytest.raises(AssertionError, match="logits: difference"):
         test_logits("mixtral", rng, tmp_path)
 
@@ -363,12 +363,13 @@ def apart_in_files(tensors):
 
 def in_files(worker, kind):
     """{name in a file: weights or gradients in the file's shape} of one rank."""
-    form = format_of(worker.config.model)
-    return {
-        name: part.copy()
-        for param in worker.stages[0].params
-        for name, part in apart(form.tensors(param), getattr(param, kind)).items()
-    }
+    form, found = format_of(worker.config.model), {}
+    for param in worker.stages[0].params:
+        rest = getattr(param, kind).reshape(-1)
+        for name, shape in form.tensors(param).items():
+            part, rest = np.split(rest, [math.prod(shape)])
+            found[name] = part.reshape(shape).copy()
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -385,8 +386,8 @@ def test_files_there_and_back_byte_for_byte(name, dtype, tmp_path):
         checkpoint.stream(worker, "master"),
     )
     with (
-        WeightFiles(tmp_path / "theirs", "theirs") as files,
-        WeightFiles(tmp_path / "ours", "ours") as own,
+        WeightFiles(tmp_path / "theirs") as files,
+        WeightFiles(tmp_path / "ours") as own,
     ):
         assert len(files.files) > 1
         assert own.tensors.keys() == files.tensors.keys()

@@ -21,9 +21,8 @@ from tokenizers_made import save_tokenizer
 from mpipar import cli
 from mpipar.errors import DataError
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.data.fingerprint import fingerprint
 from mpipar.run.data.source import load_source
-from mpipar.run.data.token_file import pieces_of
+from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.files import digests
 from mpipar.run.process import consistency
 from mpipar.run.resume import Start, check_begin
@@ -239,11 +238,11 @@ def test_what_is_damaged_in_the_cache_is_not_believed(content, tmp_path, cache, 
 def test_tokens_are_checked_again_only_for_a_smaller_vocabulary(tmp_path, cache, monkeypatch):
     path, reads = tmp_path / "t.bin", []
     np.arange(300, dtype="<u2").tofile(path)
-    (piece,) = load_source((str(path),), 300).tokens.pieces
-    assert piece.sha256 == digest(path)
+    load_source((str(path),), 300)
     plain = os.preadv
     monkeypatch.setattr(os, "preadv", lambda *given: reads.append(given) or plain(*given))
-    assert load_source((str(path),), 301).tokens.pieces[0].sha256 == piece.sha256
+    load_source((str(path),), 301)
+    digest(path)
     assert not reads
     with pytest.raises(DataError, match="token 299 at position 299 is outside"):
         load_source((str(path),), 299)
@@ -256,7 +255,7 @@ def found(path):
     """(arrays, fingerprint) of a token file."""
     arrays = [load_source((str(path),), 256).tokens]
     return arrays, fingerprint(
-        arrays, {piece.file.name: piece.sha256 for piece in pieces_of(arrays)}
+        arrays, {piece.file.name: digest(piece.file.name) for piece in pieces_of(arrays)}
     )
 
 

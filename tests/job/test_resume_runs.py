@@ -4,7 +4,6 @@ import contextlib
 import json
 import shutil
 
-import numpy as np
 import pytest
 from damage import flip
 from fault_table import fault
@@ -44,47 +43,6 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(words, text_folder):
     # The run has ended: a further start does nothing. More steps go on from its end.
     text = train(text_folder, "--resume", "auto", "--out", "killed")
     assert "this run ended with step 10" in text
-
-
-@pytest.mark.slow
-def test_experts_of_a_killed_run_go_on_elsewhere(text_folder):
-    """Their weights and state lie on four ranks, and are put together for a layout without ep."""
-    words = [
-        *TINY,
-        "--dtype",
-        "float64",
-        "--experts",
-        "4",
-        "--experts-per-token",
-        "2",
-        "--router-balance",
-        "bias",
-    ]
-    train(text_folder, *words, "--out", "whole")
-    result = ended(
-        text_folder,
-        "kill",
-        7,
-        *words,
-        "--num-microbatches",
-        "1",
-        "--layout",
-        "dp=4,ep=4",
-        "--zero",
-        "3",
-        "--save-interval",
-        "4",
-        "--out",
-        "killed",
-        ranks=4,
-    )
-    killed_by(result, 9)
-    elsewhere = ["--layout", "tp=2,pp=2", "--zero", "0"]
-    text = train(text_folder, "--resume", "auto", "--out", "killed", *elsewhere, ranks=4)
-    assert "resumed after step 4" in text
-    pairs = [[line["loss"] for line in metrics(text_folder / name)] for name in ("whole", "killed")]
-    np.testing.assert_allclose(*pairs, rtol=1e-12)
-    assert len(pairs[0]) == 10
 
 
 @pytest.mark.slow

@@ -14,6 +14,8 @@ import numpy as np
 from mpipar.comm.grid import chunk_slice
 from mpipar.layers.param import Box
 
+BLOCK_BYTES = 16 * 2**20  # a block of rows: the most that one message or one write carries
+
 
 def whole_box(shape) -> Box:
     """Return the box that covers a whole tensor."""
@@ -93,10 +95,10 @@ def within(box: Box, outer: Box) -> tuple[slice, ...]:
     )
 
 
-def row_blocks(box: Box, itemsize: int, limit: int):
-    """Yield a box in blocks of whole rows, each of at most `limit` bytes or a single row."""
+def row_blocks(box: Box, itemsize: int):
+    """Yield a box in blocks of whole rows, each of at most BLOCK_BYTES or a single row."""
     (first, stop), *others = box
-    rows = max(1, limit // max(1, volume(tuple(others)) * itemsize))
+    rows = max(1, BLOCK_BYTES // max(1, volume(tuple(others)) * itemsize))
     for start in range(first, stop, rows):
         yield ((start, min(start + rows, stop)), *others)
 

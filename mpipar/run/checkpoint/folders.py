@@ -1,19 +1,23 @@
-"""Checkpoint folders of a run: how one is created, committed and deleted; on rank 0 only.
+"""Checkpoints on disk: new files that are hashed while they are written, and their folders.
 
-They are accessed without following links, see `mpipar.run.files.no_links`, and nothing but the
-files of checkpoints is ever deleted in them.
+Folders are created, committed and deleted on rank 0 only. They are accessed without following
+links, see `mpipar.run.files.no_links`, and nothing but the files of checkpoints is ever deleted in
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import secrets
 from pathlib import Path
 
+import numpy as np
+
 from mpipar.errors import DataError
-from mpipar.run.checkpoint.disk import sync_folder
+from mpipar.run.checkpoint.boxes import BLOCK_BYTES
 from mpipar.run.checkpoint.manifest import (
     NAME,
     PIECES_FILE,
@@ -25,6 +29,46 @@ from mpipar.run.files import no_links
 
 PARTIAL = re.compile(rf"{STEP_FOLDER.pattern}\.partial-[0-9a-f]+")
 TRASH = ".trash-"
+
+
+def write_new(path: Path, chunks) -> tuple[int, str]:
+    """Write a file that must not exist yet; return (bytes, SHA-256) of its intended content.
+
+    path: of a file in a checkpoint folder in a run's `checkpoints`; none of the three may be a
+    link. chunks: bytes and arrays. Each is hashed in memory before it is written, so that a disk
+    that writes something else is detected. The file is on disk when this returns. Raises OSError.
+
+    The kernel starts writing a block once it is told that its pages are no longer needed, so the
+    disk writes one block while the next one is hashed.
+    """
+    digest, size, told = hashlib.sha256(), 0, 0
+    run_folder = path.parents[2]
+    file = no_links.opened(run_folder, str(path.relative_to(run_folder)), no_links.NEW)
+    try:
+        for chunk in chunks:
+            data = memoryview(
+                np.ascontiguousarray(chunk)  # a transposed view has other bytes
+                if isinstance(chunk, np.ndarray)
+                else chunk
+            ).cast("B")
+            digest.update(data)
+            size += len(data)
+            while data:
+                data = data[os.write(file, data) :]
+            if size - told >= BLOCK_BYTES and hasattr(os, "posix_fadvise"):  # not on every system
+                os.posix_fadvise(file, told, size - told, os.POSIX_FADV_DONTNEED)
+                told = size
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return size, digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names in a folder to disk; its files have their own fsync."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def make_partial(folder: Path, step: int) -> Path:

@@ -1,38 +1,95 @@
 """Formats of models on disk, and what a config.json or a checkpoint says about a model.
 
-A format is a module. PREFIX begins the names of tensors, and may be missing in a file. COMPUTED is
-{field of config.json: values that mpipar computes, the first one if the field is missing}. READ are
-all fields that are read, and ALIASES {other name of a field: field}. Its function `tensors` gives
-{name: shape} of the tensors in the files that hold a parameter's numbers, one after another;
-usually there is one. The other functions are `describes`, `to_json`, `settings`, and `differences`,
-which lists what else is not computed.
+Those of Hugging Face are tables in `mpipar.run.checkpoint.families`; `Own` is mpipar's, and shows
+what a format has. kind: the model_type. prefix: begins the names of tensors, and may be missing in
+a file. computed: {field of config.json: values that mpipar computes, the first one if the field is
+missing}. read: all fields that are read. aliases: {other name of a field: field}.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from typing import ClassVar
 
-import numpy as np
-
-from mpipar.config.model import CUTS
-from mpipar.config.sections import FIELDS, build
+from mpipar.config.model import CUTS, ModelConfig
+from mpipar.config.names import CONSTANT
+from mpipar.config.sections import FIELDS, build, not_taken
 from mpipar.config.setting import field_problem
 from mpipar.config.text import brief, shown
 from mpipar.errors import DataError
-from mpipar.run.checkpoint import native_format
-from mpipar.run.checkpoint.hf_form import GPT2
-from mpipar.run.checkpoint.hf_llama import LLAMA, MISTRAL, QWEN2
-from mpipar.run.checkpoint.hf_mixtral import MIXTRAL
+from mpipar.run.checkpoint.families import GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2
 from mpipar.run.checkpoint.manifest import NAME, STEP_FOLDER, read_manifest
-from mpipar.run.files.bounded import read_json
+from mpipar.run.files.bounded import problems_as, read_json
 from mpipar.run.files.settings import values_of
+from mpipar.run.files.typed import built
 
-FORMS = {form.kind: form for form in (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL)}  # by model_type
+OF_WEIGHTS = [one for one in fields(ModelConfig) if one.name not in CUTS]  # they fix these fields
+
+
+class Own:
+    """The format of models that Hugging Face's do not cover, such as mixed ones.
+
+    Tensors have the names and shapes of the parameters. config.json holds the fields of the model.
+    """
+
+    kind = "mpipar-decoder"
+    prefix = ""
+    computed: ClassVar[
+        dict[str, tuple]
+    ] = {  # what earlier versions could state besides, and its one value
+        name: (CONSTANT[name],) for name in ("routing", "router_bias_rate")
+    }
+    read: ClassVar[set[str]] = {one.name for one in OF_WEIGHTS} | computed.keys()
+    aliases: ClassVar[dict[str, str]] = {}
+
+    def describes(self, model) -> bool:
+        """Return whether config.json can say what a completed ModelConfig computes."""
+        return True
+
+    def tensors(self, param) -> dict[str, tuple[int, ...]]:
+        """Return {name: shape} of the tensors in the files that hold a parameter's numbers.
+
+        They follow one another; here it is the parameter itself: qkv's weight is (D, 3, H, d).
+        """
+        return {param.name: param.shape}
+
+    def to_json(self, model, dtype: str) -> dict:
+        """Return the config.json of a resolved ModelConfig whose weights are written as `dtype`."""
+        values = vars(model)
+        return {
+            "model_type": self.kind,
+            "torch_dtype": dtype,
+            **{
+                one.name: values[one.name]
+                for one in OF_WEIGHTS
+                if values[one.name] is not None and not_taken(one.name, values) is None
+            },
+        }
+
+    def settings(self, found: dict, seq_len: int | None) -> tuple[dict, list[str]]:
+        """Return the ModelConfig fields that a config.json fixes; raise ValueError.
+
+        This format cannot state what mpipar's layers do not compute, so the list of that is empty.
+        """
+        given = {
+            one.name: built(one.type, found[one.name], one.name)
+            for one in OF_WEIGHTS
+            if one.name in found
+        }
+        values = {one.name: one.default for one in OF_WEIGHTS} | given
+        for one in OF_WEIGHTS:
+            is_needed = one.default is not None and not_taken(one.name, values) is None
+            if is_needed and one.name not in given:
+                raise ValueError(f"it lacks {one.name!r}")
+        return given, []
+
+
+OWN = Own()
+FORMS = {form.kind: form for form in (GPT2, LLAMA, MISTRAL, QWEN2, MIXTRAL, OWN)}
 # Fields about how a model is stored, made or run elsewhere, but not about what it computes.
 OUTSIDE = {
     "model_type",
@@ -85,7 +142,7 @@ MOST_NAMED = 12  # ignored fields in a line
 
 def format_of(model):
     """Return a ModelConfig's format: Hugging Face's if that can describe it, else mpipar's."""
-    return next((form for form in FORMS.values() if form.describes(model)), native_format)
+    return next(form for form in FORMS.values() if form.describes(model))
 
 
 def file_slices(
@@ -93,7 +150,7 @@ def file_slices(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield (name, first, stop): which slice of which tensor in the files holds [first, stop).
 
-    first, stop: numbers of a parameter. tensors: the parameter's, see above.
+    first, stop: numbers of a parameter. tensors: the parameter's, see `Own.tensors`.
     """
     start = 0
     for name, shape in tensors.items():
@@ -101,16 +158,6 @@ def file_slices(
         if first < end and start < stop:
             yield name, max(first - start, 0), min(stop, end) - start
         start = end
-
-
-def apart(tensors: dict[str, tuple[int, ...]], x) -> dict:
-    """Return {name: array} of the tensors in the files, from all numbers x of a parameter."""
-    ends = list(itertools.accumulate(map(math.prod, tensors.values())))
-    parts = np.split(x.reshape(-1), ends[:-1])
-    return {
-        name: part.reshape(shape)
-        for (name, shape), part in zip(tensors.items(), parts, strict=True)
-    }
 
 
 def is_step(folder) -> bool:
@@ -134,76 +181,49 @@ def model_settings(folder: str, seq_len: int | None = None, where: str = "") -> 
     where = where or f"--init-from {folder}"
     if is_step(folder):
         return _saved_settings(folder, where)
-    found, form, kind = _read(folder, where)
-    found, contradictions = _by_one_name(form, found)
-    try:
-        settings = form.settings(found)
-        different = [
-            *contradictions,
-            *_other_values(form, found),
-            *form.differences(found, seq_len),
-        ]
-    except (KeyError, TypeError, AttributeError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise DataError(
-            f"{where}: config.json is not a {kind} configuration: {brief(what)}"
-        ) from None
-    wrong = [f"{where}: config.json: {text}" for text in (*different, *_out_of_bounds(settings))]
-    if wrong:
-        raise DataError(wrong)
+    form, found = _read(folder, where)
+    names = [(alias, name) for alias, name in form.aliases.items() if alias in found]
+    different = [
+        f"{alias} is {shown(found[alias])}, but {name} is {shown(found[name])}"
+        for alias, name in names
+        if found.get(name, found[alias]) != found[alias]
+    ]
+    found = {name: found[alias] for alias, name in names} | found
+    different += [
+        f"{key} is {shown(found[key])}; mpipar computes"
+        f" {' or '.join('null' if one is None else shown(one) for one in legal)}"
+        for key, legal in (NEUTRAL | form.computed).items()
+        if found.get(key, legal[0]) not in legal
+    ]
+    with problems_as(DataError, f"{where}: config.json: is not a {form.kind} configuration"):
+        settings, others = form.settings(found, seq_len)
+    # What is out of bounds is told before anything is built from it.
+    bounds = (field_problem(FIELDS[name], value) for name, value in settings.items())
+    different += [*others, *(text.removeprefix("--") for text in bounds if text)]
+    if different:
+        raise DataError([f"{where}: config.json: {text}" for text in different])
     return settings
 
 
 def _read(folder: str, where: str):
-    """Return (content, format, its name) of folder/config.json. where: begins each message."""
+    """Return (format, content) of folder/config.json. where: begins each message."""
     where += ": config.json"
     found = read_json(Path(folder) / "config.json", where=where)
     kind = found.get("model_type") if isinstance(found, dict) else None
     if not isinstance(kind, str):
         raise DataError(f"{where}: is not an object with a 'model_type'")
-    if kind == native_format.KIND:
-        return found, native_format, shown(kind)
     if kind not in FORMS:
         raise DataError(f"{where}: model_type is {shown(kind)}; mpipar computes {', '.join(FORMS)}")
-    return found, FORMS[kind], kind
-
-
-def _by_one_name(form, found: dict) -> tuple[dict, list[str]]:
-    """Return a config.json with one name for each field, and those that contradict each other."""
-    names = [(alias, name) for alias, name in form.ALIASES.items() if alias in found]
-    wrong = [
-        f"{alias} is {shown(found[alias])}, but {name} is {shown(found[name])}"
-        for alias, name in names
-        if found.get(name, found[alias]) != found[alias]
-    ]
-    return {name: found[alias] for alias, name in names} | found, wrong
+    return FORMS[kind], found
 
 
 def _saved_settings(folder: str, where: str) -> dict:
     """Return the ModelConfig fields of a checkpoint, without those that say how it was cut."""
     manifest = read_manifest(Path(folder))
-    try:
+    with problems_as(DataError, f"{where}: {NAME}: config"):
         model = build(values_of(manifest.config)).model
-    except ValueError as error:
-        raise DataError(f"{where}: {NAME}: config: {error}") from None
-    values = {one.name: getattr(model, one.name) for one in fields(model) if one.name not in CUTS}
+    values = {one.name: getattr(model, one.name) for one in OF_WEIGHTS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _other_values(form, found: dict) -> list[str]:
-    """Return fields whose value means that the model computes something else than mpipar's."""
-    return [
-        f"{key} is {shown(found[key])}; mpipar computes"
-        f" {' or '.join('null' if one is None else shown(one) for one in legal)}"
-        for key, legal in (NEUTRAL | form.COMPUTED).items()
-        if found.get(key, legal[0]) not in legal
-    ]
-
-
-def _out_of_bounds(settings: dict) -> list[str]:
-    """Return which values are out of bounds, before anything is built from them."""
-    found = (field_problem(FIELDS[name], value) for name, value in settings.items())
-    return [text.removeprefix("--") for text in found if text]
 
 
 def some_names(names: list[str]) -> str:
@@ -219,9 +239,9 @@ def start_notes(folder: str, trains: bool = True) -> list[str]:
     """
     if is_step(folder):
         return [f"weights: those of the checkpoint {folder}"]
-    found, form, _ = _read(folder, f"--init-from {folder}")
+    form, found = _read(folder, f"--init-from {folder}")
     where, notes = f"{folder}/config.json", []
-    known = form.READ | form.ALIASES.keys() | NEUTRAL.keys() | OUTSIDE | DROPOUT
+    known = form.read | form.aliases.keys() | NEUTRAL.keys() | OUTSIDE | DROPOUT
     ignored = sorted(key for key in found.keys() - known if found[key] is not None)
     if ignored:
         notes.append(f"{where}: ignored fields: {some_names(ignored)}")

@@ -10,7 +10,6 @@ import numpy as np
 from mpipar.comm.grid import ISLAND
 from mpipar.errors import DataError
 from mpipar.run.checkpoint import boxes
-from mpipar.run.checkpoint.disk import BLOCK_BYTES
 from mpipar.run.checkpoint.manifest import Manifest, Tensor, digest_problem, saved_as, saved_kinds
 from mpipar.run.checkpoint.tensor_file import open_tensors
 from mpipar.run.files.bounded import problems_as
@@ -18,7 +17,7 @@ from mpipar.run.files.bounded import problems_as
 MOST_LINES = 20  # of a table of tensors
 
 
-class Pieces:
+class Pieces(ExitStack):
     """The pieces of a checkpoint, to be read box by box.
 
     A file is opened when it is first needed, after all of its bytes have been compared with its
@@ -26,16 +25,11 @@ class Pieces:
     """
 
     def __init__(self, step_folder: Path, manifest: Manifest):
-        self.folder, self.manifest, self.files = Path(step_folder), manifest, {}
-        self.stack, self.by_tensor = ExitStack(), {}
+        super().__init__()
+        self.folder, self.manifest = Path(step_folder), manifest
+        self.files, self.by_tensor = {}, {}
         for piece in manifest.pieces:
             self.by_tensor.setdefault((piece.tensor, piece.kind), []).append(piece)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.stack.close()
 
     def read(self, tensor: str, kind: str, box: boxes.Box):
         """Yield (box, array) of parts that cover a box exactly once, each of about BLOCK_BYTES."""
@@ -45,7 +39,7 @@ class Pieces:
             if shared is None:
                 continue
             stored = self._open(piece).get_slice(piece.key)
-            for block in boxes.row_blocks(shared, dtype.itemsize, BLOCK_BYTES):
+            for block in boxes.row_blocks(shared, dtype.itemsize):
                 rows, *others = boxes.within(block, piece.box)
                 yield block, stored[rows][:, *others]
 
@@ -56,7 +50,7 @@ class Pieces:
             if problem:
                 raise DataError(f"{problem}; tensor {piece.tensor} ({piece.kind}) is in it")
             with problems_as(DataError, str(path)):
-                self.files[piece.file] = self.stack.enter_context(open_tensors(path))
+                self.files[piece.file] = self.enter_context(open_tensors(path))
         return self.files[piece.file]
 
 
@@ -129,7 +123,7 @@ def blocks(step_folder: Path, manifest: Manifest, names, kind: str = "master"):
         for name in names:
             shape, dtype = manifest.tensors[name]
             whole = boxes.whole_box(shape)
-            for rows in boxes.row_blocks(whole, np.dtype(dtype).itemsize, BLOCK_BYTES):
+            for rows in boxes.row_blocks(whole, np.dtype(dtype).itemsize):
                 array = np.empty(boxes.shape_of(rows), dtype)
                 for box, block in pieces.read(name, kind, rows):
                     array[boxes.within(box, rows)] = block

@@ -27,8 +27,14 @@ from mpipar.comm.grid import ISLAND
 from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.errors import OutputError
 from mpipar.run.checkpoint import boxes
-from mpipar.run.checkpoint.disk import BLOCK_BYTES, safetensors_head, sync_folder, write_new
-from mpipar.run.checkpoint.folders import delete, make_partial, put_in_place, rename_outdated
+from mpipar.run.checkpoint.folders import (
+    delete,
+    make_partial,
+    put_in_place,
+    rename_outdated,
+    sync_folder,
+    write_new,
+)
 from mpipar.run.checkpoint.manifest import (
     COMMON,
     NAME,
@@ -43,6 +49,7 @@ from mpipar.run.checkpoint.manifest import (
     saved_kinds,
     step_folder_name,
 )
+from mpipar.run.checkpoint.tensor_file import safetensors_head
 
 
 class Own(NamedTuple):
@@ -91,7 +98,7 @@ def own_pieces(worker) -> list[Own]:
 def row_blocks(own: Own, ops):
     """Yield (place in the piece, host array) of a piece, one block of whole rows at a time."""
     box = own.piece.box
-    for block in boxes.row_blocks(box, ops.accum_dtype.itemsize, BLOCK_BYTES):
+    for block in boxes.row_blocks(box, ops.accum_dtype.itemsize):
         place = boxes.within(block, box)
         yield place, ops.to_host(own.x[place])
 
@@ -130,9 +137,10 @@ def views_of(room, own: list[Own]) -> list[Own]:
 
 
 class Flight(NamedTuple):
-    """A save that has begun. outcome: that of `write_pieces`."""
+    """A save that has begun. partial: where all ranks write. outcome: that of `write_pieces`."""
 
     step: int
+    partial: Path
     loss_scale: dict
     outcome: Future
 
@@ -196,7 +204,6 @@ class Saver:
             room = worker.ops.pinned((num_elements(self.own),), worker.ops.accum_dtype)
             self.copy = views_of(room, self.own)
         self.flight: Flight | None = None
-        self.partial: Path | None = None  # where all ranks are writing now
         self.saved: int | None = None
         self.blocked_seconds = self.write_seconds = 0.0
 
@@ -210,24 +217,19 @@ class Saver:
         start = perf_counter_ns()
         self.commit()
         if self.saved != step:
-            self.partial = self._begin(step)
-            path, own = self.partial / self.file, self.own
-            outcome = Future()
+            partial, outcome = self._begin(step), Future()
+            path, ops = partial / self.file, self.worker.ops
+            if self.copy is not None:
+                for one, copied in zip(self.own, self.copy, strict=True):
+                    for place, block in row_blocks(one, ops):
+                        copied.x[place] = block
+                outcome = self.thread.submit(write_pieces, path, self.copy, ops)
+            self.flight = Flight(step, partial, self.worker.loss_scale.state(), outcome)
             if self.copy is None:
-                outcome.set_result(write_pieces(path, own, self.worker.ops, self.watch))
-            else:
-                self._copy_state()
-                outcome = self.thread.submit(write_pieces, path, self.copy, self.worker.ops)
-            self.flight = Flight(step, self.worker.loss_scale.state(), outcome)
-            if self.copy is None:
+                outcome.set_result(write_pieces(path, self.own, ops, self.watch))
                 self.commit()
         self.worker.recorder.span("save", start)
         self.blocked_seconds = (perf_counter_ns() - start) * 1e-9
-
-    def _copy_state(self) -> None:
-        for one, copied in zip(self.own, self.copy, strict=True):
-            for place, block in row_blocks(one, self.worker.ops):
-                copied.x[place] = block
 
     def written(self) -> bool:
         """Return whether a background save is in flight and this rank has written its file."""
@@ -238,11 +240,10 @@ class Saver:
 
         They grow on a slow disk even while this rank waits for another one.
         """
-        size, partial = 0, self.partial
-        if partial is not None:
-            with contextlib.suppress(OSError):  # it may be committed at this moment
-                size = sum(entry.stat().st_size for entry in os.scandir(partial))
-        return size
+        flight = self.flight
+        with contextlib.suppress(OSError):  # it may be committed at this moment
+            return sum(one.stat().st_size for one in os.scandir(flight.partial)) if flight else 0
+        return 0
 
     def finish(self) -> None:
         """Wait for a save in flight, commit it, and wait until old files are deleted.
@@ -258,10 +259,10 @@ class Saver:
 
         Comm: two barriers, a gather of sizes and digests, and a broadcast over the world.
         """
-        if self.flight is None:
+        flight = self.flight
+        if flight is None:
             return
-        start, written = perf_counter_ns(), self.flight.outcome.result()
-        flight, self.flight = self.flight, None
+        start, written = perf_counter_ns(), flight.outcome.result()
         self.write_seconds = written.get("seconds", 0.0)
         self.comm.barrier("save.written")
         facts = gather_objects(self.mpi_world, written | {"loss_scale": flight.loss_scale})
@@ -269,7 +270,7 @@ class Saver:
         self.comm.barrier("save.committed")
         problem = broadcast_text(self.mpi_world, problem)
         self.worker.recorder.span("save", start)
-        self.partial = None
+        self.flight = None
         if problem:
             raise OutputError(problem)
         self.saved = flight.step
@@ -298,7 +299,7 @@ class Saver:
 
     def _commit_files(self, flight: Flight, facts: list[dict]) -> str:
         """Write the manifest and rename the folder; return why that failed, or "". Rank 0 only."""
-        partial, numbered = self.partial, [*enumerate(facts)]
+        partial, numbered = flight.partial, [*enumerate(facts)]
         files = {
             pieces_file(number): File(fact["bytes"], fact["sha256"])
             for number, fact in numbered
@@ -309,8 +310,19 @@ class Saver:
         try:
             if not failed:
                 scales = [fact["loss_scale"] for fact in facts[:: self.worker.comms["inner"].size]]
-                text = self._manifest(flight.step, scales, files).text()
-                write_new(partial / NAME, [text.encode()])
+                manifest = Manifest(
+                    step=flight.step,
+                    config=self.facts["config"],
+                    layout=self.worker.grid.layout,
+                    schedule=self.worker.schedule.name,
+                    loss_scale=scales[0],
+                    data=self.facts["data"],
+                    tensors=self.tensors,
+                    files=files,
+                    pieces=self.pieces,
+                    further_scales=tuple(scales[1:]),
+                )
+                write_new(partial / NAME, [manifest.text().encode()])
                 sync_folder(partial)
                 put_in_place(partial, flight.step)
         except OSError as error:
@@ -321,18 +333,3 @@ class Saver:
         outdated = rename_outdated(self.folder, flight.step, self.keep)
         self.deletion = self.thread.submit(delete, outdated)
         return ""
-
-    def _manifest(self, step: int, scales: list[dict], files: dict[str, File]) -> Manifest:
-        worker = self.worker
-        return Manifest(
-            step=step,
-            config=self.facts["config"],
-            layout=worker.grid.layout,
-            schedule=worker.schedule.name,
-            loss_scale=scales[0],
-            data=self.facts["data"],
-            tensors=self.tensors,
-            files=files,
-            pieces=self.pieces,
-            further_scales=tuple(scales[1:]),
-        )

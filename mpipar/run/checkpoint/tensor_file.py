@@ -1,7 +1,9 @@
-"""Opens user-supplied safetensors files: the library `safetensors` checks and reads them."""
+"""Safetensors files: the library `safetensors` checks and reads them; their head is made here."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from typing import NamedTuple
 
@@ -46,3 +48,24 @@ def entries(file) -> dict[str, Entry]:
     """Return {name: Entry} of an open file, including types that cannot be read."""
     slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
     return {name: Entry(one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+
+
+def safetensors_head(tensors) -> bytes:
+    """Return the bytes of a safetensors file before its numbers.
+
+    tensors: (name, dtype, shape) in the order in which their numbers follow, without gaps. The
+    library writes only what is in memory as a whole.
+    """
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    names = {dtype: name for name, dtype in NUMBERS.items()}
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": names[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -21,8 +21,7 @@ from safetensors import safe_open
 
 from mpipar.config.text import brief, shown
 from mpipar.errors import DataError
-from mpipar.run.checkpoint.disk import safetensors_head
-from mpipar.run.checkpoint.tensor_file import Entry, entries, open_tensors
+from mpipar.run.checkpoint.tensor_file import Entry, entries, open_tensors, safetensors_head
 from mpipar.run.files.bounded import problems_as, read_json
 from mpipar.run.files.recognize import SAFETENSORS, recognize
 from mpipar.run.files.replace import replaced_files
@@ -39,45 +38,38 @@ ADAPTER = "adapter_config.json"
 ADAPTER_CURE = "this is a LoRA adapter; merge it into its model (merge_and_unload of peft)"
 
 
-class WeightFiles:
+class WeightFiles(ExitStack):
     """The open files of a folder of weights.
 
-    tensors: {name: Entry} of all files. where: begins each message. Every method raises DataError
-    that names the file.
+    tensors: {name: Entry} of all files. where: the folder, which begins each message. Every method
+    raises DataError that names the file.
     """
 
-    def __init__(self, folder, where: str):
-        self.folder, self.where = Path(folder), where
+    def __init__(self, folder):
+        super().__init__()
+        self.folder, self.where = Path(folder), str(folder)
         self.files: dict[str, safe_open] = {}
         self.tensors: dict[str, Entry] = {}
         self.file_of: dict[str, str] = {}
-        expected, wrong = index_of(self.folder, where), []
+        where, wrong, expected = self.where, [], index_of(self.folder)
         other = "" if expected else instead_of_weights(self.folder)
-        with ExitStack() as stack:
-            for name in dict.fromkeys(expected.values()) or [WEIGHTS]:
-                with problems_as(DataError, f"{where}: {name}", other):
-                    file = stack.enter_context(open_tensors(self.folder / name))
-                self.files[name], found = file, entries(file)
-                wrong += [
-                    f"{where}: tensor {shown(one)} is in {self.file_of[one]} and in {name}"
-                    for one in found.keys() & self.tensors.keys()
-                ]
-                self.tensors |= found
-                self.file_of |= dict.fromkeys(found, name)
+        for name in dict.fromkeys(expected.values()) or [WEIGHTS]:
+            with problems_as(DataError, f"{where}: {name}", other):
+                file = self.enter_context(open_tensors(self.folder / name))
+            self.files[name], found = file, entries(file)
             wrong += [
-                f"{where}: {INDEX}: says that tensor {shown(one)} is in {name}, which lacks it"
-                for one, name in expected.items()
-                if not wrong and self.file_of.get(one) != name
+                f"{where}: tensor {shown(one)} is in {self.file_of[one]} and in {name}"
+                for one in found.keys() & self.tensors.keys()
             ]
-            if wrong:
-                raise DataError(wrong[:MOST_TOLD])
-            self.stack = stack.pop_all()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.stack.close()
+            self.tensors |= found
+            self.file_of |= dict.fromkeys(found, name)
+        wrong += [
+            f"{where}: {INDEX}: says that tensor {shown(one)} is in {name}, which lacks it"
+            for one, name in expected.items()
+            if not wrong and self.file_of.get(one) != name
+        ]
+        if wrong:
+            raise DataError(wrong[:MOST_TOLD])
 
     def rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Return the rows [first, last) of a tensor whose type is one of NUMBERS."""
@@ -99,11 +91,11 @@ def instead_of_weights(folder: Path) -> str:
     return "only safetensors can be read: let transformers save the weights in that format"
 
 
-def index_of(folder: Path, where: str) -> dict[str, str]:
+def index_of(folder: Path) -> dict[str, str]:
     """Return {tensor: name of its file} of a folder's index; {} for one file without an index."""
     if os.path.exists(folder / WEIGHTS) or not os.path.exists(folder / INDEX):
         return {}
-    where = f"{where}: {INDEX}"
+    where = f"{folder}: {INDEX}"
     content = read_json(folder / INDEX, where=where, most_bytes=MOST_INDEX)
     found = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(found, dict) or not found:
@@ -118,9 +110,9 @@ def index_of(folder: Path, where: str) -> dict[str, str]:
     return found
 
 
-def weight_paths(folder: Path, where: str) -> list[Path]:
+def weight_paths(folder: Path) -> list[Path]:
     """Return the files of a folder of weights, including the index. Raises DataError."""
-    index = index_of(folder, where)
+    index = index_of(folder)
     return [
         folder / name for name in ([INDEX, *sorted(set(index.values()))] if index else [WEIGHTS])
     ]
@@ -134,8 +126,6 @@ def write_weights(
     The folder is created if necessary, and a link is refused. texts: {name: text} of files to write
     beside the weights. tensors: (name, dtype, shape) in order. blocks: contiguous arrays of the
     tensors' type, with all their numbers in order. Raises OSError.
-
-    The library `safetensors` writes only what is in memory as a whole.
     """
     digest, head = hashlib.sha256(), safetensors_head(tensors)
     # New weights must never be compared with the digests of old ones, or read by their index.

@@ -22,7 +22,6 @@ from mpipar.config.text import brief
 from mpipar.errors import DataError, OutputError
 from mpipar.models.params import all_params
 from mpipar.run.checkpoint import boxes, formats, tokenizer_files
-from mpipar.run.checkpoint.disk import BLOCK_BYTES
 from mpipar.run.checkpoint.load import Pieces
 from mpipar.run.checkpoint.manifest import read_manifest
 from mpipar.run.checkpoint.tensor_file import NUMBERS
@@ -33,11 +32,6 @@ MOST_MISSING = 5  # with more, all names may be other ones
 HEAD = "lm_head.weight"
 # Masks and angles that old files carry; mpipar computes them.
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
-
-
-def _blocks(box, itemsize):
-    """Return a box in blocks of whole rows, each of at most BLOCK_BYTES (or one row)."""
-    return boxes.row_blocks(box, itemsize, BLOCK_BYTES)
 
 
 def shard_of(worker, flat, param, kind: str):
@@ -70,7 +64,7 @@ def stream(worker, kind: str):
         pp_rank, own = worker.schedule.stage_to_rank[stage], None
         if param.name in mine and mine[param.name][1].owner:
             own = shard_of(worker, *mine[param.name], kind)
-        for box in _blocks(boxes.whole_box(param.shape), ops.accum_dtype.itemsize):
+        for box in boxes.row_blocks(boxes.whole_box(param.shape), ops.accum_dtype.itemsize):
             block = np.empty(boxes.shape_of(box), ops.accum_dtype)
             for places in param.shards(grid):
                 shard = param.box_at(grid, places)
@@ -184,7 +178,7 @@ def _source(folder: str, model):
         with Pieces(folder, manifest) as pieces:
             yield wrong, lambda param, box: pieces.read(param.name, "master", box), {}
     else:
-        with _open(folder) as files:
+        with WeightFiles(folder) as files:
             found, wrong = _find(files, model)
             yield wrong, lambda param, box: _read(files, found[param.name], param, box), found
 
@@ -213,10 +207,6 @@ def _fill(worker, blocks_of) -> list[str]:
     return [*bad]
 
 
-def _open(folder: str) -> WeightFiles:
-    return WeightFiles(folder, folder)
-
-
 def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
     """Return ({parameter: its tensors, by their names in the files}, what is missing or misfits).
 
@@ -226,7 +216,7 @@ def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
     for _, param in all_params(model, (model.layers,)):
         found[param.name] = {}
         for full, needed in form.tensors(param).items():
-            options = [full, full.removeprefix(form.PREFIX)]
+            options = [full, full.removeprefix(form.prefix)]
             name = next((option for option in options if option in files.tensors), None)
             if name is None:
                 missing.append(options[1])
@@ -272,7 +262,7 @@ def _same(files: WeightFiles, table: str) -> bool:
     """Return whether the head has the numbers of a table."""
     return all(
         np.array_equal(files.rows(HEAD, *rows), files.rows(table, *rows))
-        for rows, *_ in _blocks(boxes.whole_box(files.tensors[table].shape), 8)
+        for rows, *_ in boxes.row_blocks(boxes.whole_box(files.tensors[table].shape), 8)
     )
 
 
@@ -281,7 +271,7 @@ def unread_notes(config) -> list[str]:
     folder = config.run.init_from
     if folder is None or formats.is_step(folder):
         return []
-    with _open(folder) as files:
+    with WeightFiles(folder) as files:
         found, _ = _find(files, config.model)
     # A head that a tied model does not have is its embedding; another one is refused.
     read = {name for one in found.values() for name in one} | {HEAD}
@@ -293,7 +283,7 @@ def unread_notes(config) -> list[str]:
 def _read(files: WeightFiles, tensors: dict, param, held):
     """Yield (box, array) of the parts of a parameter's tensors in the shard `held`."""
     row = math.prod(param.shape[1:])
-    for rows in _blocks((held[0], *boxes.whole_box(param.shape)[1:]), 4):
+    for rows in boxes.row_blocks((held[0], *boxes.whole_box(param.shape)[1:]), 4):
         first, last = rows[0]
         parts = []
         for name, start, stop in formats.file_slices(tensors, first * row, last * row):

@@ -6,7 +6,9 @@ The ids of its parts are those of the whole document for every tokenizer that do
 across line ends, such as those of GPT-2 and Llama 3.
 """
 
+import codecs
 import hashlib
+import itertools
 import re
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
@@ -15,9 +17,9 @@ from pathlib import Path
 from mpipar.errors import DataError
 from mpipar.run.files.bounded import open_regular, parse_json, problems_as
 from mpipar.run.files.recognize import BYTE_ORDER_MARK, JSON_LINES, recognize
-from mpipar.run.files.utf8 import blocks_of, text_pieces
 
 LONGEST = 1 << 20  # characters of a part
+BLOCK = 1 << 20  # bytes read at a time
 MOST_LINE = 1 << 26  # bytes of a line of JSON
 LINE_END = re.compile(r"(?<=\S)\n(?=\S)")  # not beside white space, which could join its token
 HEAD = 1 << 16  # characters at the start of a document that decide whether it is held out
@@ -63,10 +65,36 @@ def read_documents(
             yield from ((text, True) for text in _of_json(file, progress))
             return
         begun = False
-        for text, ends in _split(text_pieces(blocks_of(file, progress)), separator, seen):
+        for text, ends in _split(text_pieces(_blocks(file, progress)), separator, seen):
             if text or (begun and ends):
                 yield text, ends
             begun = bool(text or begun) and not ends
+
+
+def _blocks(file, progress) -> Iterator[bytes]:
+    while block := file.read(BLOCK):
+        progress(len(block))
+        yield block
+
+
+def text_pieces(blocks: Iterable[bytes]) -> Iterator[str]:
+    """Yield the text of bytes, piece by piece, without a byte order mark.
+
+    ValueError names the first byte that is not text. A zero byte is valid UTF-8, but no text has
+    one, and nearly every file of numbers does.
+    """
+    decoder, begin = codecs.getincrementaldecoder("utf-8")(), 0
+    for block in itertools.chain(blocks, [b""]):
+        zero, kept = block.find(b"\0"), len(decoder.getstate()[0])  # bytes of a split character
+        try:
+            text = decoder.decode(block if zero < 0 else block[:zero], final=not block)
+        except UnicodeDecodeError as error:
+            place = begin - kept + error.start
+            raise ValueError(f"is not UTF-8 text: byte {place:,} cannot be decoded") from None
+        yield text if begin else text.removeprefix("\ufeff")
+        if zero >= 0:
+            raise ValueError(f"is not text: byte {begin + zero:,} is zero")
+        begin += len(block)
 
 
 def _of_json(file, progress) -> Iterator[str]:

@@ -8,7 +8,7 @@ of a microbatch, T tokens that a rank reads of each.
 import numpy as np
 
 from mpipar.comm.grid import ISLAND, token_pieces
-from mpipar.errors import DataError
+from mpipar.errors import DataError, broken
 from mpipar.layers.stash import Batch
 from mpipar.run.data.source import load_source
 
@@ -50,23 +50,26 @@ def load(config, thorough: bool = True):
     if held_out is None:
         return split(tokens, model.seq_len), what
     flag = "--val-data" if run.val_data else "--data, what it holds out"
-    found = [
+    wrong = [
         f"{flag}: has {len(part):,} tokens, but a row needs {model.seq_len} + 1: give more"
         " data, or a smaller --seq-len"
         for flag, part in (("--data", tokens), (flag, held_out.tokens))
         if len(part) <= model.seq_len
-    ]
-    if (tokens.dtype == np.uint8) != (held_out.tokens.dtype == np.uint8):
-        found.append(
-            "--val-data: either it or --data is text, the other token files (.bin): give one kind"
-        )
-    if source.tokenizer and held_out.tokenizer not in ("", source.tokenizer):
-        found.append(
-            "--val-data: its tokens were made by another tokenizer than --data's; prepare"
-            f" it with --tokenizer {run.data[0]}"
-        )
-    if found:
-        raise DataError(found)
+    ] + broken(
+        (
+            (tokens.dtype == np.uint8) != (held_out.tokens.dtype == np.uint8),
+            "--val-data: either it or --data is text, the other token files (.bin): give one kind",
+        ),
+        (
+            source.tokenizer and held_out.tokenizer not in ("", source.tokenizer),
+            (
+                "--val-data: its tokens were made by another tokenizer than --data's; prepare"
+                f" it with --tokenizer {', '.join(run.data)}"
+            ),
+        ),
+    )
+    if wrong:
+        raise DataError(wrong)
     return (tokens, held_out.tokens), what
 
 

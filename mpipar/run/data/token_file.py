@@ -7,8 +7,9 @@ bytes, and checks that they are there and that every id is below the vocabulary'
 
 import hashlib
 import itertools
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import BinaryIO, NamedTuple, Self
 
 import numpy as np
@@ -23,17 +24,13 @@ MOST_VOCABULARY = 1 << 24  # the largest known vocabulary has about 260,000 ids
 
 
 class Piece(NamedTuple):
-    """Tokens [first, last) of a file. start: byte of the file's first token. dtype: of its ids.
-
-    sha256: of all bytes of the file, if they have been read; else "".
-    """
+    """Tokens [first, last) of a file. start: byte of the file's first token. dtype: of its ids."""
 
     file: BinaryIO
     start: int
     first: int
     last: int
     dtype: np.dtype
-    sha256: str = ""
 
 
 class TokenFiles:
@@ -45,7 +42,6 @@ class TokenFiles:
     def __init__(self, pieces: Sequence[Piece], vocab_size: int, digest: str = ""):
         self.pieces, self.vocab_size, self.digest = pieces, vocab_size, digest
         self.dtype = np.result_type(*(piece.dtype for piece in pieces))
-        self.itemsize = self.dtype.itemsize
 
     def __len__(self):
         return sum(piece.last - piece.first for piece in self.pieces)
@@ -74,11 +70,11 @@ class TokenFiles:
     def check(self, digests: Sequence[str] = ()) -> None:
         """Read everything once, block by block; raise DataError as any read does.
 
-        Afterwards the pieces, which must be whole files, have the SHA-256 of these files. A file
-        that was read before and has not changed since is not read again.
+        The pieces must be whole files. A file that was read before and has not changed since is
+        not read again.
         digests: the SHA-256 that each file must have; without them nothing is compared.
         """
-        wrong, pieces = [], []
+        wrong = []
         for piece, due in itertools.zip_longest(self.pieces, digests):
             # For a damaged file the digest should be reported, not an id that was never written.
             found = _whole(piece, self.vocab_size if due is None else MOST_IDS)
@@ -87,15 +83,41 @@ class TokenFiles:
                     f"--data {piece.file.name}: has other tokens than were written:"
                     f" SHA-256 {found[:16]}..., not {due[:16]}..."
                 )
-            pieces.append(piece._replace(sha256=found))
         if wrong:
             raise DataError(wrong)
-        self.pieces = pieces
 
 
 def pieces_of(arrays) -> list[Piece]:
     """Return the pieces of token files among the arrays of data."""
     return [piece for array in arrays if isinstance(array, TokenFiles) for piece in array.pieces]
+
+
+def fingerprint(arrays: Sequence, digests: Mapping[str, str]) -> dict:
+    """Return length, type, and a SHA-256 of every byte of these arrays in order.
+
+    By it a resumed run tells whether it reads the same data as before.
+
+    digests: {name: SHA-256} of the token files among them. For those, the fingerprint covers their
+    digests and which tokens of each file are used, and for a prepared folder also the digest of its
+    description.
+    """
+    found = {"length": sum(map(len, arrays)), "dtype": arrays[0].dtype.name}
+    if any(isinstance(array, TokenFiles) for array in arrays):
+        parts = [
+            [
+                array.digest,
+                *(
+                    [digests[piece.file.name], piece.start, piece.first, piece.last]
+                    for piece in array.pieces
+                ),
+            ]
+            for array in arrays
+        ]
+        return found | {"files": hashlib.sha256(json.dumps(parts).encode()).hexdigest()}
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array.reshape(-1)).view(np.uint8))
+    return found | {"sha256": digest.hexdigest()}
 
 
 def _whole(piece: Piece, vocab_size: int) -> str:

@@ -138,13 +138,21 @@ def test_all_ranks_commit_a_background_save_at_the_same_step(folder):
     assert_everywhere(again.bytes() == state, "the state of its step")
 
 
+def save(saver, step):
+    saver.save(step)
+    saver.finish()
+
+
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("broken", ["a rank's file", "the folder"])
-def test_ranks_fail_together_and_go_on(broken, folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("broken", "background"),
+    [("a rank's file", False), ("a rank's file", True), ("the folder", False)],
+)
+def test_ranks_fail_together_and_go_on(broken, background, folder, monkeypatch):
     trainer = Trainer(config_of(HERE[0]))
     trainer.worker.initialize()
-    saver = trainer.saver(folder)
-    saver.save(1)
+    saver = trainer.saver(folder, background)
+    save(saver, 1)
     before = trainer.bytes()
     trainer.train(2, 2)
     last = WORLD.size - 1
@@ -159,10 +167,10 @@ def test_ranks_fail_together_and_go_on(broken, folder, monkeypatch):
             patch.setattr(os, "write", fails)
         named = f"rank {last}: " if broken == "a rank's file" else ""
         with pytest.raises(OutputError, match=rf"step-00000002: .*: {named}No space left"):
-            saver.save(2)
+            save(saver, 2)
         WORLD.Barrier()  # until the others have failed as well
     assert_everywhere([path.name for path in folder.iterdir()] == ["step-00000001"], "clean")
-    saver.save(2)
+    save(saver, 2)
     assert_everywhere([step for step, _ in committed_steps(folder)] == [1, 2], "the next save")
     shutil.rmtree(folder / "step-00000002", ignore_errors=True)
     again = Trainer(config_of(HERE[0]))

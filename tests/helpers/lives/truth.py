@@ -6,6 +6,7 @@ schedule, messages, commands, files and generation.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -133,13 +134,13 @@ def start_of(folder: Path, case: Case) -> Path:
 
 def tensors_of(worker) -> dict:
     """Return all weights, by their names and in their shapes in files."""
-    model, found = worker.config.model, full_tensors(worker, "master")
-    form = formats.format_of(model)
-    return {
-        name: part
-        for _, param in all_params(model, (model.layers,))
-        for name, part in formats.apart(form.tensors(param), found[param.name]).items()
-    }
+    model, full, found = worker.config.model, full_tensors(worker, "master"), {}
+    for _, param in all_params(model, (model.layers,)):
+        rest = full[param.name].reshape(-1)
+        for name, shape in formats.format_of(model).tensors(param).items():
+            part, rest = np.split(rest, [math.prod(shape)])
+            found[name] = part.reshape(shape)
+    return found
 
 
 def continued(worker, inputs) -> tuple[list[int], list]:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from config_helpers import reading_of
 from helpers import assert_close
-from in_process import alone, assert_refused, printed, refusal
+from in_process import alone, printed, refusal
 from one_rank import fresh, loaded, logits, split_weights, worker_for
 from program import LETTERS
 from safetensors.numpy import load_file, save_file
@@ -134,6 +134,8 @@ def edit_config(folder, **values):
     ({"n_embd": 12.0}, "n_embd is 12.0"),
     ({"vocab_size": None}, "vocab_size is None"),
     ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
+    ({"hidden_size": 13}, "hidden_size is 13, but n_embd is 12"),
+    ({"n_ctx": 7}, "n_ctx is 7, but n_positions is 6"),
 ])  # fmt: skip
 def test_configuration_of_another_model_is_refused(values, part, model):
     folder, _ = model()
@@ -176,24 +178,13 @@ def test_written_file_is_what_hugging_face_writes(dtype, tied, tmp_path):
     assert {name.removeprefix("transformer."): x.shape for name, x in found.items()} == expected
     assert all(name.startswith("transformer.") != (name == "lm_head.weight") for name in found)
     assert {x.dtype.name for x in found.values()} == {dtype}
-    for name, x in load_file(tmp_path / "weights" / "model.safetensors").items():
-        np.testing.assert_array_equal(x, found[name], err_msg=name)
     config = json.loads((tmp_path / "weights" / "config.json").read_text())
     wanted = gpt2.configuration(**SHAPE, heads=HEADS, tied=tied)
-    for key in (
-        "model_type",
-        "activation_function",
-        "layer_norm_epsilon",
-        "n_layer",
-        "n_embd",
-        "n_head",
-        "n_inner",
-        "n_positions",
-        "n_ctx",
-        "vocab_size",
-        "architectures",
-    ):
-        assert config[key] == wanted[key], key
+    ours = {"initializer_range", "bos_token_id", "eos_token_id", "attn_pdrop", "embd_pdrop"}
+    ours |= {"resid_pdrop", "tie_word_embeddings"}  # of other programs, or compared below
+    assert {key: config[key] for key in wanted.keys() - ours} == {
+        key: wanted[key] for key in wanted.keys() - ours
+    }
     assert config["tie_word_embeddings"] is tied
     assert config["torch_dtype"] == dtype
 
@@ -257,22 +248,6 @@ def test_broken_weights_are_told_once_with_everything_else(model, tmp_path):
         assert str(found).count(part) == 1
     assert not (tmp_path / "run").exists()
     assert str(refusal("generate", folder)).count("is missing") == 2
-
-
-def test_bytes_do_not_fit_a_model_of_tokens(model, tmp_path):
-    folder, _ = model(V=50257)
-    assert_refused(
-        65,
-        ["50,257 is not one of bytes; give token files"],
-        "train",
-        "--init-from",
-        folder,
-        "--out",
-        tmp_path / "run",
-        "--steps",
-        "1",
-    )
-    assert not (tmp_path / "run").exists()
 
 
 # --- import and export of weights in several files with an index; everything a run may start from
@@ -365,14 +340,6 @@ def test_weights_in_another_form(sharded):
         path.unlink()
     (problem,) = refused(folder)
     assert "model.safetensors: No such file or directory; only safetensors can be read" in problem
-
-
-def test_what_the_index_does_not_name_is_named_and_not_read(sharded):
-    folder, _ = sharded
-    file = min(index_of(folder)["weight_map"].values())
-    save_file(load_file(folder / file) | {"other": np.zeros(3, F32)}, folder / file)
-    (note,) = checkpoint.unread_notes(loaded(folder).config)
-    assert note.endswith("not read: other")
 
 
 # --- runs, folders and checkpoints to start from

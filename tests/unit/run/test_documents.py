@@ -13,7 +13,7 @@ from tokenizers_made import save_like_llama, save_tokenizer
 from mpipar.errors import DataError
 from mpipar.run.data import documents as documents_module
 from mpipar.run.data.documents import is_held_out, read_documents
-from mpipar.run.data.tokenizer import byte_tokenizer, load_tokenizer
+from mpipar.run.data.tokenizer import load_tokenizer
 
 LETTERS = st.text(alphabet="ab-\u00e4\u4e2d\U0001f600 \n", max_size=60)
 SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=4)
@@ -96,12 +96,6 @@ def test_parts_cover_each_document_and_end_with_a_line(text, sizes, longest):
 def ids_of(tokenizer, parts):
     """The ids of a document."""
     return [number for ids in tokenizer.encode_all(parts) for number in ids.tolist()]
-
-
-@given(text=LETTERS.filter(bool), sizes=SIZES, longest=st.integers(1, 20))
-def test_bytes_of_parts_are_those_of_the_documents(text, sizes, longest):
-    (parts,) = parts_of(in_pieces(text, sizes), None, longest)
-    assert ids_of(byte_tokenizer(True), parts) == list(text.encode())
 
 
 @pytest.fixture(scope="module")

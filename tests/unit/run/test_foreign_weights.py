@@ -10,13 +10,12 @@ from damage import flip
 from in_process import alone, printed, refusal
 from one_rank import fresh, loaded, logits, split_weights
 from safetensors.numpy import load_file, save_file
-from tokenizers_made import save_like_gpt2, save_tokenizer
+from tokenizers_made import save_tokenizer
 
 from mpipar.errors import DataError
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.formats import model_settings, start_notes
 from mpipar.run.checkpoint.weight_files import INDEX, WEIGHTS
-from mpipar.run.data.tokenizer import load_tokenizer
 
 LLAMA = {
     "arch": "llama",
@@ -182,40 +181,6 @@ LLAMA3 = {
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA3},
-        {"rope_parameters": LLAMA3 | {"factor": 4.0}, "rope_scaling": LLAMA3},
-        {"rope_parameters": LLAMA3 | {"rope_theta": 7.0}},
-        {"rope_parameters": {"rope_theta": 7.0}, "rope_scaling": {"rope_theta": 8.0}},
-        {"rope_scaling": LLAMA3, "original_max_position_embeddings": 32},
-        {"rope_scaling": LLAMA3 | {"type": "linear"}},
-        {"rope_scaling": LLAMA3 | {"beta_fast": 32}},
-        {"rope_scaling": {"rope_type": "default", "factor": 2.0}},
-        {"rope_scaling": {"mrope_section": 3, "rope_type": "default"}},
-        {"original_max_position_embeddings": 16},
-        {"is_causal": False},
-        {"attn_logit_softcapping": 30.0},
-        {"final_logit_softcapping": 30.0},
-        {"qk_norm": True},
-        {"add_cross_attention": True},
-        {"layer_types": ["full_attention"]},
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        {"partial_rotary_factor": 0.5},
-        {"hidden_act": "gelu"},
-    ],
-    ids=str,
-)
-def test_what_is_not_computed_or_contradicts_itself_is_refused(values, saved):
-    folder = saved()
-    edit(folder, **values)
-    with pytest.raises(DataError):
-        model_settings(str(folder))
-
-
-@pytest.mark.parametrize(
     ("family", "values"),
     [
         ("llama", {"hidden_act": "swish"}),
@@ -259,21 +224,6 @@ def test_one_spelling_is_written(scaling, saved):
     assert (found["rope_scaling"] is None) == (not scaling)
 
 
-@pytest.mark.parametrize(
-    ("family", "values", "part"),
-    [
-        ("gpt2", {"hidden_size": 13}, "hidden_size is 13, but n_embd is 12"),
-        ("gpt2", {"n_ctx": 7}, "n_ctx is 7, but n_positions is 6"),
-        ("mixtral", {"num_experts": 4}, "num_experts is 4, but num_local_experts is 3"),
-    ],
-)
-def test_two_names_of_a_field_must_agree(family, values, part, saved):
-    folder = saved(family)
-    edit(folder, **values)
-    with pytest.raises(DataError, match=part):
-        model_settings(str(folder))
-
-
 # --- tokenizers
 
 
@@ -294,17 +244,6 @@ def test_only_a_text_with_a_token_beyond_the_table_is_refused(saved, tmp_path):
         *("train", "--init-from", folder, "--data", tmp_path / "data", "--batch-size", "4"),
         *("--num-microbatches", "1", "--steps", "1", "--out", tmp_path / "run"),
     ).ended()
-
-
-@pytest.mark.text
-def test_merges_may_end_with_carriage_returns(tmp_path):
-    for name in ("a", "b"):
-        save_like_gpt2(tmp_path / name)
-    path = tmp_path / "b" / "merges.txt"
-    path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
-    text = "import json; the end"
-    one, other = (load_tokenizer(tmp_path / name).encode(text) for name in ("a", "b"))
-    assert one == other
 
 
 # --- final weights have digests

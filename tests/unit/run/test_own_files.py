@@ -1,6 +1,7 @@
 """A run folder of another user: nothing outside it is written."""
 
 import json
+import os
 import shutil
 import stat
 import sys
@@ -8,19 +9,38 @@ import sys
 import pytest
 from fault_table import fault
 from helpers import run_command
-from hostile_folder import KINDS, WRITERS
 from in_process import alone, at_once
+from one_rank import fresh
 from program import LIMIT, block_of, environment, metrics, mpipar, one_block
 from simulated_ranks import workers_of
 from state_cases import config_for, savers_of
 
 from mpipar.errors import DataError, OutputError
 from mpipar.run import folder as run_folder
+from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.run.console.output import GrowingFile, Log, write_text
 from mpipar.run.files import bounded, replace
 from mpipar.run.process import lock
+from mpipar.run.trace import trace_file
+
+KINDS = {  # what stands in the place of a file: plant it at a path
+    "a link": lambda path, outside: path.symlink_to(outside),
+    "a dangling link": lambda path, outside: path.symlink_to(path.parent.parent / "nowhere"),
+    "a hard link": lambda path, outside: os.link(outside, path),
+    "a pipe": lambda path, outside: os.mkfifo(path),
+    "a folder": lambda path, outside: path.mkdir(),
+}
+
+WRITERS = {
+    "trace": lambda run: trace_file.write_meta(run, {}),
+    "weights": lambda run: checkpoint.save(fresh(), run / "weights"),
+    "hang": lambda run: replace.replace_file("hang/rank-00000.json", [b"{}"], root=run),
+    "checkpoints": lambda run: savers_of(workers_of(config_for(), 1), run / "checkpoints")[0].save(
+        1
+    ),
+}
 
 CONTENT = "a file of the user\n"
 TINY = """train --data text.txt --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4
@@ -125,9 +145,9 @@ DAMAGED = (b'{"stgp": 2, "loss": 0.5}', b'{"step": 2, "loss": \xff}', b"[" * 200
 @fault(53, "damaged lines of metrics.jsonl are removed, and the run continues", 0)
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda damaged: repr(damaged[:20]))
 def test_damaged_lines_are_removed_and_the_checkpoint_decides(damaged, tmp_path):
-    """In place of the second line."""
+    """In place of the second line; the last one was not written to its end."""
     lines = lines_of(range(1, 6))
-    content = b"".join([lines[0], damaged + b"\n", *lines[2:]])
+    content = b"".join([lines[0], damaged + b"\n", *lines[2:], b'{"step": 6, "lo'])
     for name in (run_folder.METRICS, run_folder.EVALUATIONS):
         (tmp_path / name).write_bytes(content)
     with at_once():

@@ -14,16 +14,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from in_process import StandIn, assert_refused, printed
+from damage import flip
+from in_process import StandIn, alone, assert_refused, printed
+from one_rank import fresh
 from program import PROGRAM, environment
-from tokenizers_made import save_like_gpt2, save_tokenizer
+from tokenizers_made import save_tokenizer
 
 from mpipar import cli
+from mpipar.config.text import harmless
 from mpipar.errors import DataError, OutputError
+from mpipar.run.checkpoint.weights import save
 from mpipar.run.data import prepare as prepare_module
 from mpipar.run.data.dataset import read_dataset
 from mpipar.run.data.source import load_source
-from mpipar.run.data.tokenizer import END, load_tokenizer
+from mpipar.run.data.token_file import fingerprint, pieces_of
+from mpipar.run.data.tokenizer import END, FILES, load_tokenizer
 
 STORIES = [
     f"Story {number}: the encoder of object {number * 7} is \u00e4 \u4e2d.\n" * 3
@@ -104,24 +109,6 @@ def test_a_file_is_a_document_without_a_separator(here):
 
 
 @pytest.mark.text
-@pytest.mark.parametrize("save", [save_tokenizer, save_like_gpt2])
-def test_ids_of_documents_are_those_of_transformers(save, here):
-    transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
-    save(here / "model")
-    prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "model")
-    kind = (
-        transformers.GPT2TokenizerFast
-        if save is save_like_gpt2
-        else transformers.PreTrainedTokenizerFast
-    )
-    theirs = kind.from_pretrained("model")
-    expected = {text: theirs(text)["input_ids"] for text in STORIES}
-    found = documents_of(here / "out", "train") + documents_of(here / "out", "val")
-    assert sorted(found) == sorted(expected.values())
-    assert load_tokenizer(here / "out").digest == load_tokenizer(here / "model").digest
-
-
-@pytest.mark.text
 def test_a_new_tokenizer_is_the_same_in_every_run(here):
     text, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "train:300")
     assert (found["vocab_size"], found["end_of_text"]) == (300, 0)
@@ -195,18 +182,6 @@ def test_json_lines_are_documents(here):
     assert sorted(texts) == sorted(STORIES)
     assert parts["val"]
     assert "0.99 bytes of text per token" in text
-    assert_refused(
-        65, ["stories.jsonl: line 41: must be an object with a text"],
-        "data", "prepare", appended(here / "stories.jsonl"), "--tokenizer", "bytes", "--out", "b",
-    )  # fmt: skip
-    assert not list(here.glob("b*"))
-
-
-def appended(path):
-    """The path, after a line without a text has been added to the file."""
-    with open(path, "a") as file:
-        file.write('{"prompt": "x"}\n')
-    return path
 
 
 @pytest.mark.parametrize(("text", "words", "parts"), [
@@ -277,7 +252,6 @@ def test_all_mistakes_of_the_arguments_at_once(words, parts, here):
     ("zero.txt", b"text\0", "zero.txt: is not text: byte 4 is zero"),
     ("latin.txt", b"caf\xe9 au lait", "latin.txt: is not UTF-8 text: byte 3 cannot be decoded"),
     ("empty.txt", b"", "there is too little text: 0 tokens"), ("missing.txt", None, "no such file"),
-    ("", None, "'': is empty; name a file"),
     ("short.txt", b"a", "there is too little text"),
 ])  # fmt: skip
 def test_files_without_text(name, content, part, here):
@@ -437,3 +411,168 @@ def test_a_description_that_cannot_be(change, part, folder):
         inside[last] = value
     path.write_text(json.dumps(content))
     assert part in problems(folder)
+
+
+# --- runs on a prepared folder: the vocabulary, the held-out part, resuming, and text
+
+
+SMALL = (
+    "--layers",
+    1,
+    "--d-model",
+    8,
+    "--heads",
+    2,
+    "--ffn",
+    8,
+    "--seq-len",
+    16,
+    "--batch-size",
+    4,
+    "--num-microbatches",
+    1,
+)
+
+
+def prepare(tokenizer, out):
+    prepared("stories.txt", "--separator", "<sep>", "--tokenizer", tokenizer, out=out)
+
+
+@pytest.fixture
+def of_bytes(here):
+    """The folder to work in, with prepared data of 257 ids in `bytes`."""
+    prepare("bytes", "bytes")
+    return here
+
+
+@pytest.mark.parametrize(
+    ("words", "size"),
+    [
+        ((), 257),
+        (("--vocab-size", 300), 300),
+        (("--preset", "gpt2"), 50257),
+        (("--config", "a.toml"), 400),
+    ],
+)
+def test_the_model_has_the_vocabulary_of_its_data(words, size, of_bytes):
+    (of_bytes / "a.toml").write_text("vocab-size = 400\n")
+    text = printed("train", "--print-config", "--data", "bytes", *words)
+    assert f"\nvocab-size = {size}\n" in text
+    assert ("# --vocab-size 257, the vocabulary of the data" in text) == (size == 257)
+
+
+def test_the_fingerprint_covers_all_files(of_bytes):
+    def found(name):
+        source = load_source((name,), 257)
+        arrays = [source.tokens, source.held_out]
+        digests = {
+            piece.file.name: hashlib.sha256((of_bytes / piece.file.name).read_bytes()).hexdigest()
+            for piece in pieces_of(arrays)
+        }
+        return fingerprint(arrays, digests)["files"]
+
+    before = found("bytes")
+    shutil.copytree("bytes", "copy")
+    assert found("copy") == before
+    path = of_bytes / "copy" / "dataset.json"
+    path.write_text(path.read_text() + " ")  # such as another tokenizer of the same tokens
+    assert found("copy") != before
+
+
+@pytest.mark.text
+def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(of_bytes):
+    """The run keeps the tokenizer from its first step on; another data folder is refused."""
+    save_tokenizer(of_bytes / "model")
+    prepare("model", "data")
+    result = alone(
+        "train",
+        "--data",
+        "data",
+        "--out",
+        "run",
+        "--steps",
+        2,
+        *SMALL,
+        "--sample-tokens",
+        5,
+        cwd=of_bytes,
+    )
+    assert result.returncode == 0, result.tail()
+    assert "V 400, tied head" in result.stdout
+    source = load_source(("data",), 400)
+    assert f"{len(source.tokens):,} to train on, {len(source.held_out):,} held out" in result.stdout
+    said = result.stdout.split("text generated from 'The ':\n")[1].split("\n\n")[0]
+    said = "\n".join(line.removeprefix("| ") for line in said.splitlines())
+    kept = load_tokenizer("run/weights")
+    assert kept.digest == load_tokenizer("model").digest
+    assert (
+        json.loads((of_bytes / "run/weights/generation_config.json").read_text())["eos_token_id"]
+        == kept.end
+        == 0
+    )
+    assert {path.name for path in (of_bytes / "run" / "weights").iterdir()} & {*FILES} == {
+        "tokenizer.json"
+    }
+    again = alone(
+        "generate",
+        "run",
+        "--sample-tokens",
+        5,
+        cwd=of_bytes,
+    )
+    assert harmless(again.stdout).rstrip() == said.rstrip()
+    shutil.copytree("data", "other")
+    path = of_bytes / "other" / "train.bin"
+    flip(path, 0)
+    words = ("train", "--resume", "auto", "--out", "run", "--steps", 3)
+    assert_refused(65, ["has other tokens than were written"], *words, "--data", "other")
+    description = json.loads((of_bytes / "other" / "dataset.json").read_text())
+    description["files"][0]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (of_bytes / "other" / "dataset.json").write_text(json.dumps(description))
+    assert_refused(65, ["--data: has changed since the checkpoint"], *words, "--data", "other")
+    np.testing.assert_array_equal(load_source(("other",), 400).tokens[4:], source.tokens[4:])
+
+
+def test_a_large_vocabulary_has_no_table_of_pairs(of_bytes):
+    """The square of 50,257 numbers would take 20 GB."""
+    done = alone(
+        "train",
+        "--data",
+        "bytes",
+        *SMALL,
+        "--vocab-size",
+        600,
+        "--steps",
+        1,
+        "--sample-tokens",
+        0,
+        "--eval-tokens",
+        64,
+        cwd=of_bytes,
+    ).ended()
+    assert "byte-bigram" not in done.stdout
+
+
+@pytest.mark.text
+def test_held_out_data_of_another_tokenizer_is_refused(of_bytes):
+    prepare("train:300", "other")
+    assert_refused(
+        65,
+        ["--val-data: its tokens were made by another", "--tokenizer other"],
+        "train",
+        "--data",
+        "other",
+        "--val-data",
+        "bytes",
+    )
+
+
+def test_weights_keep_their_vocabulary(of_bytes):
+    """No flag can change it, so none is named."""
+    words = ("train", "--data", "bytes", "--init-from")
+    save(
+        fresh(layers=1, d_model=8, heads=2, ffn=8, seq_len=16, vocab_size=256), of_bytes / "weights"
+    )
+    assert_refused(
+        65, ["vocabulary of 256; give data prepared with the tokenizer"], *words, "weights"
+    )

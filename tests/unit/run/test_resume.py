@@ -16,7 +16,6 @@ from program import LETTERS, metrics
 from mpipar.errors import UsageError
 from mpipar.run.checkpoint.manifest import read_manifest
 from mpipar.run.files.settings import to_toml, values_of
-from mpipar.run.folder import truncate_after
 from mpipar.run.resolve import resolve
 from mpipar.run.resume import resumed
 
@@ -222,19 +221,6 @@ def test_a_run_whose_settings_are_no_longer_possible_is_refused(here, line, inst
 
 
 # --- the run folder
-
-
-def test_metrics_end_with_the_step_and_lose_a_broken_line(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    lines = [json.dumps({"step": step, "loss": step / 3}) + "\n" for step in (1, 2, 3, 4)]
-    path.write_text("".join(lines) + '{"step": 5, "lo')
-    truncate_after(tmp_path, 9)
-    assert path.read_text() == "".join(lines)
-    truncate_after(tmp_path, 2)
-    assert path.read_text() == "".join(lines[:2])
-    truncate_after(tmp_path, 0)
-    assert path.read_text() == ""
-    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 # --- mpipar ckpt

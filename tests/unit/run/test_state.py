@@ -1,13 +1,15 @@
 """Checkpoints of the full state: saved on one layout, loaded on another, bit for bit."""
 
+import hashlib
+import json
 import math
 import os
 import re
-import resource
-import signal
+import shutil
 
 import numpy as np
 import pytest
+from damage import flip
 from fault_table import fault
 from safetensors.numpy import load_file
 from simulated_ranks import on_all, workers_of
@@ -24,8 +26,10 @@ from state_cases import (
 )
 
 from mpipar.errors import DataError, OutputError
-from mpipar.run.checkpoint import load
-from mpipar.run.checkpoint.manifest import committed_steps, damage, read_manifest
+from mpipar.run.checkpoint.formats import model_settings
+from mpipar.run.checkpoint.load import load_state
+from mpipar.run.checkpoint.manifest import NAME, committed_steps, damage, read_manifest
+from mpipar.run.compared import digest_of_weights
 from mpipar.study.explain.predict import predict
 
 LAYOUTS = [
@@ -95,31 +99,6 @@ def test_the_files_are_ordinary_safetensors(tmp_path):
         )
 
 
-def test_all_ranks_write_about_the_same(tmp_path):
-    config = config_for(dp=2, pp=2, tp=2, d_model=48, ffn=192, layers=4, vocab_size=64)
-    manifest = read_manifest(saved(config, 8, tmp_path))
-    sizes = [file.bytes for file in manifest.files.values()]
-    assert len(sizes) == 8
-    assert max(sizes) < 1.3 * min(sizes)
-
-
-def test_blocks_of_full_tensors(tmp_path, monkeypatch):
-    written = saved(config_for(dp=2, tp=2, pp=2), 8, tmp_path)
-    manifest = read_manifest(written)
-    monkeypatch.setattr(load, "BLOCK_BYTES", 200)
-    found = {}
-    for name, row, block in load.blocks(written, manifest, manifest.tensors, "v"):
-        rows = found.setdefault(name, [])
-        assert row == sum(len(one) for one in rows)
-        rows.append(block)
-    assert found.keys() == manifest.tensors.keys()
-    assert max(map(len, found.values())) > 1
-    for name, rows in found.items():
-        np.testing.assert_array_equal(
-            np.concatenate(rows), full_tensor(name, "v", manifest.tensors[name].shape, np.float32)
-        )
-
-
 # --- which checkpoints there are
 
 
@@ -147,44 +126,6 @@ def test_a_commit_removes_what_others_have_left_and_later_steps(tmp_path):
 
 
 # --- a disk that cannot take it
-
-
-@pytest.fixture
-def small_files():
-    """A function that limits the size of files: a disk that becomes full, without being root."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
-
-    def limit(size):
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
-def test_no_space_leaves_the_former_checkpoint(background, tmp_path, small_files):
-    workers = workers_of(config_for(dp=2), 2)
-    savers = savers_of(workers, tmp_path, background=background)
-    on_all(lambda saver: save_and_finish(saver, 1), savers)
-    before = contents(tmp_path / "step-00000001")
-    small_files(5000)
-
-    def fails(saver):
-        with pytest.raises(
-            OutputError,
-            match=r"step-00000002: the checkpoint could not be written:"
-            r" rank 0: File too large; rank 1: File too large",
-        ):
-            save_and_finish(saver, 2)
-
-    on_all(fails, savers)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert contents(tmp_path / "step-00000001") == before
-    small_files(resource.RLIM_INFINITY)
-    on_all(lambda saver: save_and_finish(saver, 3), savers)  # the next interval
-    assert [step for step, _ in committed_steps(tmp_path)] == [1, 3]
 
 
 def test_a_rank_whose_file_is_elsewhere(tmp_path, monkeypatch):
@@ -218,23 +159,6 @@ def test_a_slow_disk_is_progress_for_every_rank(tmp_path, monkeypatch):
 # --- in the background
 
 
-def test_the_background_form_saves_the_state_of_its_step(tmp_path):
-    workers = workers_of(config_for(dp=2, dtype="float16"), 2)
-    savers = savers_of(workers, tmp_path, background=True)
-    for worker in workers:
-        fill(worker, seed=0)
-    on_all(lambda saver: saver.save(4), savers)
-    for worker in workers:
-        fill(worker, seed=1)  # training goes on
-    assert committed_steps(tmp_path) == []
-    on_all(lambda saver: saver.finish(), savers)
-    assert not any(saver.written() for saver in savers)
-    ((step, folder),) = committed_steps(tmp_path)
-    assert step == 4
-    for worker in loaded(config_for(tp=2, dtype="float16"), 2, folder):
-        assert_filled(worker, seed=0)
-
-
 def test_a_second_save_waits_for_the_first(tmp_path):
     (saver,) = savers_of(workers_of(config_for(), 1), tmp_path, background=True)
     saver.save(1)
@@ -256,7 +180,7 @@ def test_another_model_is_refused_with_a_table(tmp_path):
     manifest = read_manifest(written)
     (worker,) = workers_of(config_for(vocab_size=30, tied=False, layers=4), 1)
     with pytest.raises(DataError) as caught:
-        load.load_state(worker, written, manifest)
+        load_state(worker, written, manifest)
     (problem,) = caught.value.problems
     lines = problem.splitlines()
     assert lines[0].endswith("the checkpoint is of another model:")
@@ -279,7 +203,7 @@ def test_another_type_or_optimizer_is_refused(ours, part, tmp_path):
     written = saved(config_for(), 1, tmp_path)
     (worker,) = workers_of(config_for(**ours), 1)
     with pytest.raises(DataError, match=re.escape(part)):
-        load.load_state(worker, written, read_manifest(written))
+        load_state(worker, written, read_manifest(written))
 
 
 @pytest.mark.parametrize("values", [{"dp": 2, "tp": 2}, {"pp": 2, "dp": 2, "dtype": "bfloat16"}])
@@ -324,3 +248,177 @@ def test_state_on_a_gpu(dtype, background, cupy, tmp_path):
     on_all(lambda saver: saver.save(3), savers_of(workers, tmp_path / "again"))
     ((_, again),) = committed_steps(tmp_path / "again")
     assert contents(again) == contents(written)
+
+
+# --- damaged and hostile checkpoints: refused with exit code 65, and nothing else is read
+
+
+PIECES = "pieces-00001.safetensors"
+SMALL = {"layers": 1, "d_model": 4, "heads": 2, "ffn": 3, "seq_len": 2, "vocab_size": 5}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    return saved(config_for(dp=2, **SMALL), 2, tmp_path_factory.mktemp("state"))
+
+
+@pytest.fixture
+def folder(original, tmp_path):
+    """A copy of a checkpoint that two ranks have written."""
+    return shutil.copytree(original, tmp_path / original.name)
+
+
+def load(folder):
+    return loaded(config_for(**SMALL), 1, folder)[0]
+
+
+def assert_damaged(folder, *parts):
+    """Assert that the full check and a load name what is wrong."""
+    problems = "\n".join(damage(folder))
+    with pytest.raises(DataError) as caught:
+        load(folder)
+    for part in parts:
+        assert re.search(part, problems), problems
+        assert re.search(part, str(caught.value)), caught.value
+
+
+def test_the_original_loads(folder):
+    assert damage(folder) == []
+    assert_filled(load(folder))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", PIECES])
+def test_every_flipped_bit_is_found(name, folder):
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    places = np.random.default_rng(1).integers(0, 8 * len(content), 40).tolist()
+    for place in (*places, 0, 8 * len(content) - 1):
+        content[place // 8] ^= 1 << place % 8
+        path.write_bytes(content)
+        assert_damaged(folder, name)
+        content[place // 8] ^= 1 << place % 8
+
+
+def test_a_flipped_bit_names_file_and_tensor(folder):
+    flip(folder / PIECES, 1)
+    with pytest.raises(DataError, match=rf"{PIECES}: is damaged: its SHA-256 is .*; tensor "):
+        load(folder)
+    (problem,) = damage(folder)
+    assert re.search(rf"{PIECES}: is damaged: its SHA-256 is \w+, \w+ was written", problem)
+
+
+def as_a_link(path):
+    shutil.move(path, path.parent.parent / "outside")
+    path.symlink_to(path.parent.parent / "outside")
+
+
+def as_a_pipe(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+OF_A_FILE = [
+    (lambda path: os.truncate(path, 0), r"has [\d,]+ bytes, [\d,]+ were written|is not JSON"),
+    (lambda path: os.truncate(path, 300), r"has [\d,]+ bytes, [\d,]+ were written|is not JSON"),
+    (lambda path: path.unlink(), "No such file"),
+    (as_a_link, "(is a link|were written)"),
+    (as_a_pipe, "(pipe|were written|is a link)"),
+]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", PIECES])
+@pytest.mark.parametrize(("change", "part"), OF_A_FILE)
+def test_a_file_that_is_not_what_was_written(change, part, name, folder):
+    change(folder / name)
+    assert_damaged(folder, f"{name}.*{part}")
+
+
+@pytest.mark.parametrize("gone", ["manifest", "folder"])
+def test_a_checkpoint_that_is_removed_during_a_resume_is_named(gone, folder):
+    """It was found before; what reads it later does not look for other weights in its place."""
+    (folder / NAME).unlink()
+    if gone == "folder":
+        shutil.rmtree(folder)
+    for read in (read_manifest, digest_of_weights, model_settings):
+        with pytest.raises(DataError, match=rf"{folder.name}/manifest.json: .*was it removed"):
+            read(str(folder))
+
+
+def test_the_folder_of_another_step(folder):
+    renamed = folder.rename(folder.with_name("step-00000004"))
+    assert_damaged(renamed, "is of step 3, but its folder is of another")
+
+
+@fault(18, "a stray file of another layout", 0)
+def test_a_stray_file_is_reported_and_not_read(folder):
+    shutil.copy(folder / PIECES, folder / "pieces-00002.safetensors")
+    (problem,) = damage(folder)
+    assert problem.endswith("pieces-00002.safetensors: does not belong to the checkpoint")
+    assert_filled(load(folder))
+
+
+def test_names_that_are_no_checkpoints(folder):
+    parent = folder.parent
+    for name in ("step-3", "step-00000001.partial-0a", ".trash-step-00000002-0a", "step-0000000x"):
+        (parent / name).mkdir()
+    (parent / "step-00000009").write_text("")
+    assert committed_steps(parent) == [(3, folder)]
+    assert committed_steps(parent / "nowhere") == []
+
+
+# --- manifests that someone has made up, with the right digest
+
+
+def rewrite(folder, change):
+    """Change the entries of a manifest, and give it the digest that fits them."""
+    path = folder / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    change(content)
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    path.write_text(json.dumps(content | {"sha256": hashlib.sha256(text.encode()).hexdigest()}))
+
+
+def named(name):
+    """Return a change that gives the second file another name, with the same bytes in it."""
+
+    def change(content):
+        content["files"][name] = content["files"].pop(PIECES)
+        for piece in content["pieces"]:
+            if piece["file"] == PIECES:
+                piece["file"] = name
+
+    return change
+
+
+HOSTILE = {
+    "a file above": (named(f"../{PIECES}"), r"'../pieces-00001\.safetensors' is not the name"),
+    "an absolute path": (named("/etc/passwd"), "'/etc/passwd' is not the name of a file"),
+    "another name": (named("weights.safetensors"), "is not the name of a file"),
+    "a zero byte": (named("pieces-00001\0.safetensors"), "zero byte"),
+    "a box of texts": (lambda one: one["pieces"][0].update(box=["ab"]), r"pieces\[0\].box"),
+    "a newer format": (
+        lambda one: one.update(format=2),
+        "has format 2, but this version of mpipar reads 1: it was written",
+    ),
+    "a counter with a point": (lambda one: one["loss_scale"].update(good=5.0), "loss_scale.good"),
+    "another step": (lambda one: one.update(step=2**60), "its folder is of another"),
+    "an entry more": (lambda one: one.update(more=1), "is not the manifest"),
+    "a configuration of numbers": (lambda one: one.update(config=7), "config is 7"),
+}
+
+
+@fault(23, "hostile manifests", 65)
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_manifest_is_refused(case, folder):
+    change, part = HOSTILE[case]
+    rewrite(folder, change)
+    shutil.copy(folder / PIECES, folder.parent / PIECES)  # what a name with ../ would reach
+    with pytest.raises(DataError, match=part):
+        read_manifest(folder)
+    assert damage(folder)
+
+
+def test_an_axis_that_a_checkpoint_does_not_name_had_one_rank(folder):
+    rewrite(folder, lambda one: one["layout"].pop("cp"))
+    assert read_manifest(folder).layout == {"pp": 1, "dp": 2, "cp": 1, "tp": 1}

@@ -189,21 +189,3 @@ def test_a_replica_writes_what_another_should(tmp_path, monkeypatch):
         patch.setattr(save, "place_among_copies", lambda *arguments: (0, plain(*arguments)[1]))
         with pytest.raises(AssertionError, match="boxes cover"):
             save_and_load(tmp_path / "named", dp=2)
-    own_pieces = save.own_pieces
-
-    def others_rows(worker):
-        """The right boxes, with the numbers of the other replica's rows."""
-        index, count = worker.comms["dp"].index, worker.comms["dp"].size
-        found = {(one.piece.tensor, one.piece.kind): one.piece.box for one in own_pieces(worker)}
-        monkeypatch.setattr(save, "place_among_copies", lambda *_: (1 - index, count))
-        other = {(one.piece.tensor, one.piece.kind): one for one in own_pieces(worker)}
-        monkeypatch.setattr(save, "place_among_copies", plain)
-        return [
-            other[key]._replace(piece=other[key].piece._replace(box=box))
-            for key, box in found.items()
-            if boxes.shape_of(box) == other[key].x.shape
-        ]
-
-    monkeypatch.setattr(save, "own_pieces", others_rows)
-    with pytest.raises(AssertionError, match=r" of \w|boxes cover"):
-        save_and_load(tmp_path / "written", dp=2)
