@@ -283,10 +283,10 @@ TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # no f
 
 
 @given(
-    st.text(TEXT),
+    st.text(TEXT, min_size=1),
     st.floats(1e-300, 1e300),
     st.integers(0, 2**63 - 1),
-    st.lists(st.text(TEXT)),
+    st.lists(st.text(TEXT, min_size=1)),
 )
 def test_toml_there_and_back(tmp_path_factory, out, lr, seed, data):
     config = changed(out=out, lr=lr, seed=seed, data=tuple(data))
