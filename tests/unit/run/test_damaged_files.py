@@ -181,7 +181,10 @@ def whole(tmp_path_factory):
     return made
 
 
-def check(path, commands, seeds):
+@pytest.mark.parametrize("seeds", [FEW, pytest.param(MANY, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_damaged_is_read_or_refused(kind, seeds, whole):
+    path, commands = whole[kind]
     content = path.read_bytes()
     try:
         for seed in seeds:
@@ -194,14 +197,3 @@ def check(path, commands, seeds):
                     raise
     finally:
         path.write_bytes(content)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_few_damages(kind, whole):
-    check(*whole[kind], FEW)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_damages(kind, whole):
-    check(*whole[kind], MANY)
