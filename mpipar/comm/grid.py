@@ -127,6 +127,16 @@ class Grid:
         return math.prod(self.size(axis) for axis in EVERY)
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """All axes, from outermost to innermost."""
+        return (ISLAND, *self.order)
+
+    @property
+    def replica(self) -> int:
+        """This rank's number among the dp replicas of all islands."""
+        return self.flat_index((ISLAND, "dp"), self.coordinates(self.world_rank))
+
+    @property
     def layout(self) -> dict[str, int]:
         """The size of each axis as it is typed: dp counts the replicas of all islands."""
         sizes = {axis: self.size(axis) for axis in AXES}
@@ -148,7 +158,7 @@ class Grid:
     def coordinates(self, world_rank: int) -> dict[str, int]:
         """Return a rank's place on each axis."""
         found = {}
-        for axis in reversed((ISLAND, *self.order)):
+        for axis in reversed(self.axes):
             world_rank, found[axis] = divmod(world_rank, self.size(axis))
         return found
 
@@ -171,7 +181,7 @@ class Grid:
             number += (place - number // stride % size) * stride
             for axis in reversed(axes):
                 number, coordinates[axis] = divmod(number, self.size(axis))
-        return self.flat_index((ISLAND, *self.order), coordinates)
+        return self.flat_index(self.axes, coordinates)
 
     def group_ranks(self, groups: Iterable[str]) -> list[dict[str, int]]:
         """Return every {group: place} on the given groups, the first group outermost."""

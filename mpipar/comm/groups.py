@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from mpipar.comm.collective_check import CollectiveCheck
 from mpipar.comm.connect import connect, split
-from mpipar.comm.grid import AXES, ISLAND, Grid
+from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.hosts import cores_of, use_batch_scheduling
 from mpipar.comm.launcher import check_world
@@ -80,9 +80,9 @@ class Comms(dict[str, Comm]):
             mine = next((ranks for ranks in groups if grid.world_rank in ranks), (grid.world_rank,))
             self.groups[name] = make(name, mine, all(len(ranks) == 1 for ranks in groups))
         self.groups["world"] = self.world
-        self.mpi_inner = mpi_world  # of all ranks of this island, for facts without a record
-        if mpi_world is not None and grid.size(ISLAND) > 1:
-            self.mpi_inner = split(mpi_world, grid.group(*AXES))
+        self.mpi_inner = mpi_world  # of the group inner, for facts without a record
+        if mpi_world is not None and grid.alias_of("inner") == "inner":
+            self.mpi_inner = split(mpi_world, grid.group("inner"))
         super().__init__(
             self.groups | {name: self.groups[grid.alias_of(name)] for name in grid.parts}
         )

@@ -85,7 +85,7 @@ def describe(title: str, facts: Mapping[int, Facts]) -> list[str]:
 
 
 def report(worker: Inspected, title: str, pieces_of: PiecesOf, losses: Losses) -> list[str]:
-    """Return `describe` of all ranks of the island. For the arguments see `bad_numbers`.
+    """Return `describe` of all ranks of inner. For the arguments see `bad_numbers`.
 
     Comm: a gather of facts and a broadcast of text over them, without records.
     """

@@ -11,12 +11,11 @@ from __future__ import annotations
 import math
 import re
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 
-from mpipar.comm.grid import ISLAND
 from mpipar.config.model import model_config
 from mpipar.config.text import brief
 from mpipar.errors import DataError, OutputError
@@ -59,6 +58,7 @@ def stream(worker, kind: str):
     order of `all_params`.
     """
     ops, grid = worker.ops, worker.grid
+    first = replace(grid, world_rank=0)
     mine = {param.name: (flat, param) for flat in worker.flats for param in flat.params}
     for stage, param in worker.all_params:
         pp_rank, own = worker.schedule.stage_to_rank[stage], None
@@ -71,7 +71,7 @@ def stream(worker, kind: str):
                 part = boxes.overlap(shard, box)
                 if part is None:
                     continue
-                owner = grid.rank_at(**{ISLAND: 0, "pp": pp_rank, "data": 0, "tp": 0, **places})
+                owner = first.rank_at(pp=pp_rank, **places)
                 piece = None
                 if grid.world_rank == owner:
                     piece = own[boxes.within(part, shard)]

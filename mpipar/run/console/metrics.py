@@ -41,7 +41,7 @@ class Metrics:
         self.before = now
 
     def flush(self, mpi_inner) -> list[dict]:
-        """Write the collected steps; return their objects on the first rank, of each island.
+        """Write the collected steps; return their objects on the first of these ranks.
 
         Comm: one Gather over the ranks that take a step together, without a record; all of them
         must call it at the same step.

@@ -138,7 +138,7 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
 
     All ranks see the same texts. Raises NonFiniteError on every rank if a logit is not finite.
     Comm: per round one forward pass of each group, one all_gather over tp for each, and one
-    all_reduce of a number per text over all ranks (of an island).
+    all_reduce of a number per text over inner.
     """
     for text in texts:
         if text.room(sampling, worker.config.model.seq_len) <= 0:

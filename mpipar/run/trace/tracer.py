@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from time import perf_counter_ns
 
-from mpipar.comm.grid import EVERY, ISLAND
+from mpipar.comm.grid import EVERY
 from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.models.decoder import ENTRY
 from mpipar.run.process.streams import warn
@@ -169,7 +169,7 @@ class Tracer:
                 {axis: worker.grid.size(axis) for axis in EVERY},
                 ENTRY,
                 recording=self.recording,
-                rank_order=(ISLAND, *worker.grid.order),
+                rank_order=worker.grid.axes,
                 model=asdict(config.model),
                 batch_size=config.train.batch_size,
                 dtype=config.run.dtype,

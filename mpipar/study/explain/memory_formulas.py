@@ -12,7 +12,6 @@ import numpy as np
 
 from mpipar.study.explain.formulas import bytes_of_numbers, own_lengths, text, units_of
 from mpipar.study.explain.layer_costs import value
-from mpipar.train.outer import outer_copies
 
 
 class Form(NamedTuple):
@@ -50,10 +49,9 @@ def states(config, prediction) -> dict[str, Form]:
             )
         found["gradients"] = Form("N*s/x + u*s", pieces * s + max(turns) * s)
     masters = int(np.dtype(config.run.dtype).itemsize < s)
-    outer = outer_copies(config)
     by_copies: Counter[int] = Counter()
     for length, moments in zip(own, prediction.moments, strict=True):
-        by_copies[moments + masters + outer] += length
+        by_copies[moments + masters] += length
     several = len(by_copies) > 1  # Nk: numbers of which it keeps k copies
     forms = [f"{k}N{k if several else ''}*s{over}" for k in sorted(by_copies) if k]
     if forms:

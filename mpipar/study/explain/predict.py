@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from mpipar import ops as ops_module
-from mpipar.comm.grid import ISLAND, Grid
+from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.train import MemoryConfig
@@ -34,7 +34,7 @@ class Prediction:
     peak_bytes: {label: bytes} at the moment of the largest sum. flops: {phase: FLOPs of products}.
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
     num_params: of its stages, without padding. segments: (groups, length) of each segment of its
-    flat buffers, see `layers/flat.py`. moments: how many the optimizer keeps of each segment.
+    flat buffers, see `layers/flat.py`. moments: see `moments_of`, of each segment.
     gram_sums: see `Muon.gram_sums`; None with another optimizer.
     reads: {stage: [those that a unit reads, ...]}.
     """
@@ -53,6 +53,11 @@ class Prediction:
     @property
     def peak_total(self) -> int:
         return sum(self.peak_bytes.values())
+
+
+def moments_of(config, rule: str) -> int:
+    """Return how many numbers a rule and the outer step keep of each that a rank updates."""
+    return len(RULES[rule].kinds) + outer_copies(config)
 
 
 def worker_on_shapes(
@@ -92,7 +97,7 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
         {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
         sum(flat.size for flat in worker.flats),
         [(flat.groups, length) for flat in worker.flats for length in flat.lengths],
-        [len(RULES[flat.rule].kinds) for flat in worker.flats for _ in flat.lengths],
+        [moments_of(config, flat.rule) for flat in worker.flats for _ in flat.lengths],
         muon.gram_sums() if isinstance(muon, Muon) else None,
         {
             number: [
@@ -108,12 +113,8 @@ def predict_stages(config) -> list[Prediction]:
 
     Replicas and tensor-parallel ranks do the same work.
     """
-    places = (Grid.of(config.grid, one) for one in range(config.grid.num_ranks))
-    return [
-        predict(config, one.world_rank)
-        for one in places
-        if not any(map(one.group_rank, (ISLAND, "dp", "cp", "tp")))
-    ]
+    first = Grid.of(config.grid, 0)
+    return [predict(config, first.rank_at(pp=place)) for place in range(first.size("pp"))]
 
 
 def fullest(config) -> Prediction:
@@ -174,11 +175,11 @@ def _unit_memory(config) -> dict:
     stage.backward_weight(stash, watch)
     kept = watch.taken
     rules, s = rules_of(config.train.optimizer), ops.accum_dtype.itemsize
-    copies = 1 + (ops.dtype != ops.accum_dtype) + outer_copies(config)  # and the moments
+    copies = 1 + (ops.dtype != ops.accum_dtype)  # and the moments
 
     def kept_of(param):
         return param.size * (
-            ops.dtype.itemsize + s * (copies + len(RULES[rules[param.rule]].kinds))
+            ops.dtype.itemsize + s * (copies + moments_of(config, rules[param.rule]))
         )
 
     weights = [sum(kept_of(p) for layer in layers for p in layer.params) for layers in stage.units]
