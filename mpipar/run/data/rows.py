@@ -143,8 +143,8 @@ class Rows:
     def __init__(self, ops, part, config, grid):
         self.ops, self.part = ops, part
         self.seed, self.distance = config.run.seed, config.model.targets_per_row
-        self.dp_size = grid.size(ISLAND) * grid.size("dp")
-        self.dp_rank = grid.group_rank(ISLAND) * grid.size("dp") + grid.group_rank("dp")
+        self.dp_size, self.dp_rank = grid.layout["dp"], grid.replica
+        self.islands = grid.size(ISLAND)
         self.num_rows = rows_per_microbatch(config)
         self.num_microbatches = config.grid.num_microbatches
         self.places = token_places(self.distance, config.grid, grid.group_rank("cp"))
@@ -157,9 +157,14 @@ class Rows:
         """Rows of a batch over all replicas."""
         return self.num_rows * self.dp_size * self.num_microbatches
 
-    def _indices(self, mb: int):
-        """Return the global row numbers of this replica's microbatch mb."""
-        first = (mb * self.dp_size + self.dp_rank) * self.num_rows
+    def _indices(self, mb: int, parts: int = 1):
+        """Return the global row numbers of this replica's microbatch mb.
+
+        parts: of the batch and its replicas; each has its own rows, however many microbatches.
+        """
+        size = self.dp_size // parts
+        part, place = divmod(self.dp_rank, size)
+        first = ((part * self.num_microbatches + mb) * size + place) * self.num_rows
         return range(first, first + self.num_rows)
 
     def _batch(self, starts) -> Batch:
@@ -173,7 +178,7 @@ class Rows:
     def train(self, step: int, mb: int) -> Batch:
         """Return microbatch mb of a training step: rows that begin anywhere in the text."""
         starts = []
-        for row in self._indices(mb):
+        for row in self._indices(mb, self.islands):
             philox = np.random.Philox(key=self.seed, counter=[0, row, step, 0])
             generator = np.random.Generator(philox)
             starts.append(int(generator.integers(self.num_starts)))
