@@ -74,6 +74,16 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
     assert not (folder / "weights" / "model.safetensors").exists()
 
 
+@fault(32, "NaN in a gradient of one island, between two meetings", 79)
+def test_a_gradient_that_is_not_finite_in_one_island_ends_all(tmp_path):
+    """The other island goes on until they would meet, and must not wait there."""
+    folder, flags = tmp_path / "run", "--layout dp=2 --islands 2 --outer-interval 5"
+    block = faulty("nan", 79, *flags.split(), folder=folder, said=["stopped before the update"])
+    assert re.search(r"gradient of \S+: 1 number is not finite.*: on rank 1 \(island1\)", block)
+    assert metrics(folder)[-1]["step"] < 5
+    assert not list(folder.rglob("*.safetensors"))
+
+
 @fault(32, "NaN in the loss, which the last stage alone sees", 79)
 def test_a_loss_that_is_not_finite_on_the_last_stage_ends_all(tmp_path):
     folder = tmp_path / "run"

@@ -28,6 +28,10 @@ CHOICES = {
     "chunks": (None, 1, 3),
     "stage_layers": (None, (3, 1), (0, 2, 2, 0)),
     "rank_order": (None, "tp,cp,dp,pp"),
+    "islands": (None, 1, 2),
+    "outer_interval": (None, 1, 2),
+    "outer_lr": (None, 0.5),
+    "outer_momentum": (None, 0.6),
     "cp_attention": (None, "ring", "gather", "ulysses"),
     "arch": (None, "llama", "mistral", "qwen2", "mixtral"),
     "norm": (None, "layer", "rms"),
@@ -54,7 +58,7 @@ CHOICES = {
     "dtype": ("float64", "float32", "bfloat16", "float16"),
     "loss_scale": (None, 1024.0),
     "kernels": (None, "numpy", "numba"),
-    "optimizer": (None, "sgd"),
+    "optimizer": (None, "sgd", "muon"),
     "lr_schedule": (None, "linear", "constant", "wsd"),
     "min_lr_ratio": (None, 0.3),
     "warmup_steps": (0, 2),
@@ -95,6 +99,7 @@ BASE_OF = {
     # Near a gradient of zero AdamW would turn a rounding error into a whole step.
     ("optimizer", None): {"lr": 0.01, "eps": 1e-3},
     ("optimizer", "sgd"): {"lr": 0.5},
+    ("optimizer", "muon"): {"lr": 0.01, "eps": 1e-3},
 }
 OUTSIDE = {  # settings that no case has
     "preset": "sets values of other settings",
@@ -106,10 +111,6 @@ OUTSIDE = {  # settings that no case has
     "schedule_csv": "loads a schedule that has a name here",
     "tensorboard": "needs an extra, and writes what metrics.jsonl has",
     "norm_eps": "is a number in one formula",
-    **dict.fromkeys(
-        ("islands", "outer_interval", "outer_lr", "outer_momentum"),
-        "is no data parallelism, which lives are compared with; test_islands.py has it",
-    ),
     **dict.fromkeys(
         ("head_dim", "rope_scaling", "max_positions", "expert_interval", "router_loss_coef"),
         "has no flag; tests/equal/models/test_architectures.py and test_experts.py have it",

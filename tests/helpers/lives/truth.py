@@ -1,11 +1,12 @@
 """The truth of a life: one rank with plain choices, in float64, without a cache of keys.
 
 It shares with the life the layers, the rows of each step and the optimizer, but not layout,
-schedule, messages, commands, files and generation.
+schedule, messages, commands, files and generation. Islands take turns on the rank.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,19 +104,25 @@ def truth_of(case: Case, folder: Path) -> Truth:
     """Train one rank, and write the initial weights that the case starts from, if it has any."""
     inputs = prepare(plain_reading(case, folder), 1, 0)
     config = serial_config(inputs.config)
-    worker = Worker(config, Grid(0), inputs.ops, Recorder())
+    count, train = case["islands"] or 1, config.train
+    own = replace(config, train=replace(train, batch_size=train.batch_size // count))
+    worker = Worker(own, Grid(0), inputs.ops, Recorder())
     worker.initialize(SPREAD if case["init_from"] else 0.0)
-    train_part = rows.Rows(worker.ops, inputs.train_part, config, worker.grid)
+    wide = replace(config, grid=replace(config.grid, dp=count))
+    train_parts = [
+        rows.Rows(worker.ops, inputs.train_part, wide, Grid(number, {"island": count}))
+        for number in range(count)
+    ]
     held_out = rows.Rows(worker.ops, rows.evaluated(inputs.held_out, config), config, worker.grid)
+    islands = Islands(worker, case)
     found = Truth([], [], {}, {}, {0: tensors_of(worker)}, {})
     if case["init_from"]:
         checkpoint.save(worker, start_of(folder, case))
     for step in range(1, LATER + 1):
         if step > STEPS:  # the resumed run has a learning-rate schedule of its own length
-            worker.config = replace(config, train=replace(config.train, steps=LATER))
-        found.losses.append(
-            worker.train_step(step, lambda mb, step=step: train_part.train(step, mb)).loss
-        )
+            train = replace(worker.config.train, steps=LATER)
+            worker.config = replace(worker.config, train=train)
+        found.losses.append(islands.step(step, train_parts))
         found.held_out.append(worker.evaluate(held_out)[0])
         text, logits = continued(worker, inputs)
         found.texts[step], found.logits[step] = text, logits
@@ -125,6 +132,56 @@ def truth_of(case: Case, folder: Path) -> Truth:
         if step in (STEPS, LATER):
             found.weights[step] = tensors_of(worker)
     return found
+
+
+class Islands:
+    """Islands that take turns on one rank, with its moments and weights; None: all ranks are one.
+
+    Between two steps the rank has the outer weights, which are evaluated and saved.
+    """
+
+    def __init__(self, worker: Worker, case: Case):
+        self.worker, self.found = worker, case["islands"] is not None
+        self.interval = case["outer_interval"] or LATER
+        self.lr = 0.7 if case["outer_lr"] is None else case["outer_lr"]
+        self.momentum = 0.9 if case["outer_momentum"] is None else case["outer_momentum"]
+        self.states = [self.state() for _ in range(case["islands"] or 1)]
+        self.outer = [flat.master.copy() for flat in worker.flats]
+        self.velocity = [np.zeros_like(x) for x in self.outer]
+
+    def state(self) -> list[dict]:
+        """Return a copy of the rank's masters and moments, by flat buffer."""
+        return [{kind: x.copy() for kind, x in flat.state.items()} for flat in self.worker.flats]
+
+    def put(self, number: int) -> None:
+        """Give the rank the state of an island."""
+        for flat, state in zip(self.worker.flats, self.states[number], strict=True):
+            for kind, x in state.items():
+                flat.state[kind][...] = x
+
+    def step(self, step: int, parts: list) -> float:
+        """Let every island take a step, and meet if it is time to; return the first one's loss."""
+        losses = []
+        for number, part in enumerate(parts):
+            self.put(number)
+            batch = functools.partial(part.train, step)
+            losses.append(self.worker.train_step(step, batch).loss)
+            self.states[number] = self.state()
+        if self.found:
+            if step % self.interval == 0 or step in (STEPS, LATER):
+                self.meet()
+            for flat, outer in zip(self.worker.flats, self.outer, strict=True):
+                flat.master[...] = outer
+        return losses[0]
+
+    def meet(self) -> None:
+        """Give all islands the new outer weights (arXiv 2311.08105)."""
+        for outer, v, *own in zip(self.outer, self.velocity, *self.states, strict=True):
+            d = outer - np.mean([state["master"] for state in own], axis=0)
+            v[...] = d + self.momentum * v
+            outer[...] -= self.lr * (d + self.momentum * v)
+            for state in own:
+                state["master"][...] = outer
 
 
 def start_of(folder: Path, case: Case) -> Path:
