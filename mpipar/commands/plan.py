@@ -60,6 +60,11 @@ class Arguments:
         choices=FORMATS,
     )
     stack: str = setting("mpipar", "software whose efficiency is assumed", choices=tuple(STACKS))
+    optimizer: str | None = setting(
+        None,
+        "update rule, for what it keeps in memory (default: the model's)",
+        choices=FIELDS["optimizer"].metadata["choices"],
+    )
     memory_limit: int | None = setting(
         None,
         "memory of a device, as 40G (default: the machine's); 5 % of it stays free",
@@ -88,7 +93,7 @@ def run(context: Context) -> int:
     Raises UsageError for what is wrong for this model, DataError for files that cannot be read.
     """
     args = context.args
-    job = job_of(args.model)
+    job = job_of(args)
     question = question_of(args, job)
     plan = search(question, args.top)
     print(
@@ -117,7 +122,7 @@ def problems(args: Arguments) -> list[UserError]:
             f" axes; use {-(-args.ranks // product) * product}, or leave an axis out"
         )
     try:
-        question_of(args, job_of(args.model))
+        question_of(args, job_of(args))
     except UserError as error:
         errors.append(error)
     return [UsageError(found), *errors] if found else errors
@@ -149,6 +154,10 @@ def question_of(args: Arguments, job: Job) -> Question:
                 f"--layout {','.join(f'{one}={fixed[one]}' for one in remaining_group)}: --stack"
                 f" {args.stack} cuts a job along {', '.join(stack.axes)} only; leave it out"
             ),
+        ),
+        (
+            args.optimizer and not stack.own,
+            f"--optimizer: --stack {args.stack} is counted with AdamW; leave one of them out",
         ),
         (
             fixed.get("zero", 0) not in stack.zeros,
@@ -200,12 +209,12 @@ def question_of(args: Arguments, job: Job) -> Question:
     return with_own_step(question, job.config)
 
 
-def job_of(text: str) -> Job:
+def job_of(args: Arguments) -> Job:
     """Return the Job of a preset, a TOML file or a folder. Raises UserError."""
-    quoted = shlex.quote(text)
+    text, quoted = args.model, shlex.quote(args.model)
     if text in PRESETS:
-        return Job(build({"preset": text}), f"--preset {quoted}")
-    if text.endswith(".toml"):
+        config, flags = build({"preset": text}), f"--preset {quoted}"
+    elif text.endswith(".toml"):
         parsed = read({"config": text})
         if parsed.problems:
             raise UsageError([*parsed.problems, *config_problems(parsed.config)])
@@ -223,6 +232,9 @@ def job_of(text: str) -> Job:
         )
     if wrong := config_problems(config):
         raise DataError([f"MODEL {brief(text)}: {one}" for one in wrong])
+    if args.optimizer:
+        config = replace(config, train=replace(config.train, optimizer=args.optimizer))
+        flags += f" --optimizer {args.optimizer}"
     return Job(config, flags)
 
 

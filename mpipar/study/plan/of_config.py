@@ -87,11 +87,11 @@ def step_of(config: Config, machine: Machine) -> Step:
 
 def meeting_seconds(shape: Shape, layout: Layout, machine: Machine, islands: int) -> float:
     """Return the seconds of the sum of float32 weights over islands. layout: of one of them."""
+    return sum(machine.all_reduce(4 * one, islands, layout.ranks) for one in met(shape, layout))
+
+
+def met(shape: Shape, layout: Layout) -> list[float]:
+    """Return how many numbers of each segment a rank sums over islands: its piece with --zero."""
     blocks = max(layout.blocks_by_rank(shape.layers))
     held = segments(shape, layout, blocks, shape.table_parameters)
-    return sum(
-        machine.all_reduce(
-            4 * one.elements / (one.ranks if layout.zero else 1), islands, layout.ranks
-        )
-        for one in held
-    )
+    return [one.elements / (one.ranks if layout.zero else 1) for one in held]

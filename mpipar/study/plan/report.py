@@ -21,12 +21,14 @@ from mpipar.study.plan.memory import GIB
 from mpipar.study.plan.model import Step, step_time
 from mpipar.study.plan.of_config import config_of
 from mpipar.study.plan.search import (
+    INTERVALS,
     Candidate,
     Plan,
     Question,
     fewest_nodes_first,
     nodes_of_data,
     search,
+    ways_across,
 )
 
 PARTS = {
@@ -78,6 +80,7 @@ def report(question: Question, plan: Plan, job: Job) -> str:
         head,
         parts_table(best),
         f"layouts, each the best of its grid\n{ranking(question, plan)}",
+        across_sites(question, job),
         sensitivity(question, plan),
         rejections(plan),
         confidence(question, best),
@@ -201,6 +204,23 @@ def sensitivity(question: Question, plan: Plan) -> str:
         text = f"with {name} its step takes {again[0].step.modelled:.4g} s by the model, and {then}"
         lines.append(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     return "\n".join(lines)
+
+
+def across_sites(question: Question, job: Job) -> str:
+    """Return data parallelism across the slowest of three levels of links beside islands."""
+    ways = ways_across(question, job.config)
+    rows = [("across the slowest links", "s a step", "GiB from a site", "layout")]
+    rows += [
+        (
+            f"islands, --outer-interval {one.interval}" if one.interval else "data parallelism",
+            f"{one.step_s:.4g}",
+            f"{one.site_bytes / GIB:.3g}",
+            words_of(one.layout) if one.interval in (0, INTERVALS[0]) else "",
+        )
+        for one in ways
+    ]
+    note = "islands are another training run, whose held-out loss is to be compared"
+    return f"{table_with_words(rows)}\n{note}" if ways else ""
 
 
 def rejections(plan: Plan) -> str:
@@ -328,5 +348,6 @@ def as_dict(question: Question, plan: Plan, job: Job) -> dict[str, object]:
     return found | {
         "command": command_line(question, job, best),
         "bound_by": bound_by(best.step),
+        "across_sites": [one._asdict() for one in ways_across(question, job.config)],
         "published": nearest_runs(question, best.layout),
     }

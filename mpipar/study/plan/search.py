@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -19,16 +20,19 @@ from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.errors import broken
 from mpipar.pipeline.schedules.families import FAMILIES
+from mpipar.study.explain.predict import moments_of
 from mpipar.study.plan.job import Layout, Shape, Stack
 from mpipar.study.plan.machine import Machine
 from mpipar.study.plan.memory import GIB, Memory, by_rank, fullest, in_flight, on_shapes
 from mpipar.study.plan.model import Block, Step, block_of, step_time
-from mpipar.study.plan.of_config import config_of
+from mpipar.study.plan.of_config import config_of, meeting_seconds, met
+from mpipar.train.optimizer import rules_of
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 TWICE = ("zb-h2", "zb-v")  # have the bubble of their formula with so many microbatches
 MOST_ROWS = 64  # of a microbatch
+INTERVALS = (1, 10, 50)  # steps from one meeting of islands to the next
 LONG = 8192  # tokens from which cutting a sequence pays off
 
 
@@ -55,6 +59,18 @@ class Candidate(NamedTuple):
     layout: Layout
     step: Step
     memory: Memory
+
+
+class Way(NamedTuple):
+    """Training across the slowest links: seconds of a step, and bytes that leave each site in it.
+
+    interval: steps from one meeting of islands to the next, 0 for data parallelism.
+    """
+
+    interval: int
+    layout: Layout
+    step_s: float
+    site_bytes: float
 
 
 class Plan(NamedTuple):
@@ -126,7 +142,7 @@ def cuts(question: Question, rejected: Counter) -> Iterator[Layout]:
             given(fixed, "zero", stack.zeros if data > 1 else (0,)),
             (False, True) if tp > 1 else (False,),
             [ep for ep in divisors(math.gcd(experts, data)) if fixed.get("ep", ep) == ep],
-            ("pp", "dp") if differ else ("pp",),
+            given(fixed, "outer", ("pp", "dp") if differ else ("pp",)),
         ):
             m, alone = share // rows, zero and data == 1
             if allowed(rejected, (alone, "zero needs two ranks of dp x cp to share")):
@@ -230,11 +246,52 @@ def fewest_nodes_first(
 
 
 def with_own_step(question: Question, named: Config) -> Question:
-    """Return the question with the memory of mpipar's own step. named: names the model.
+    """Return the question with the memory of mpipar's own step. named: names model and optimizer.
 
     A layout is asked about once, since slower links change no memory.
     """
+    if question.stack.own:
+        shape, rules = question.shape, rules_of(named.train.optimizer)
+        matrices = shape.layers * shape.block_parameters / shape.parameters
+        shares = {"matrices": matrices, "numbers": 1 - matrices}
+        kept = sum(part * moments_of(named, rules[rule]) for rule, part in shares.items())
+        kept += question.stack.number_bytes < 4  # the master weight
+        question = question._replace(stack=replace(question.stack, optimizer_bytes=4 * kept))
     return question._replace(on_shapes=cache(partial(memory_on_shapes, named, question)))
+
+
+def ways_across(question: Question, named: Config) -> list[Way]:
+    """Return data parallelism across the last of three levels of links, and islands inside it.
+
+    Sites are what that level joins. Where gradients are sharded, weights cross it too.
+    """
+    shape, machine, fixed = question.shape, question.machine, question.fixed
+    site = machine.links[-2].joins if len(machine.links) > 2 else question.ranks
+    count, dp = question.ranks // site, fixed.get("dp", 0)
+    if count < 2 or question.ranks % site or question.batch_size % count or dp % count:
+        return []
+    plan = search(question._replace(fixed=fixed | {"outer": "dp"}), 1)
+    whole = [one for one in (*plan.best, *plan.others) if one.layout.dp % count == 0]
+    ways = []
+    for layout, step, _ in whole[:1]:
+        passes = 3 * layout.num_microbatches if layout.zero == 3 else 2
+        moved = passes * (1 - 1 / layout.data_ranks) * shape.parameters
+        ways.append(Way(0, layout, step.total, moved * question.stack.wire_bytes))
+    inside = question._replace(
+        ranks=site,
+        batch_size=question.batch_size // count,
+        fixed=fixed | ({"dp": dp // count} if dp else {}),
+    )
+    alone = replace(named, grid=replace(named.grid, islands=1))
+    for layout, step, _ in search(with_own_step(inside, alone), 1).best:
+        meeting = meeting_seconds(shape, layout, machine, count)
+        moved = 2 * (1 - 1 / count) * 4 * sum(met(shape, layout)) * site
+        whole_layout = layout._replace(dp=layout.dp * count)
+        ways += [
+            Way(every, whole_layout, step.total + meeting / every, moved / every)
+            for every in INTERVALS
+        ]
+    return ways
 
 
 def memory_on_shapes(named: Config, question: Question, layout: Layout) -> Memory:

@@ -13,7 +13,7 @@ from mpipar.config.sections import Config, build
 from mpipar.errors import UsageError
 from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.resume import resumed
-from mpipar.study.explain.predict import fullest
+from mpipar.study.explain.predict import fullest, predict
 from mpipar.study.plan.auto import best_of, legal_layouts, with_best_layout
 from mpipar.study.plan.machine import SHEETS, load_machine
 from mpipar.study.plan.of_config import step_of
@@ -70,6 +70,33 @@ def test_a_step_on_a_machine_is_the_sum_of_its_parts():
     total, *parts = map(float, re.findall(r"([\d.]+)\s+(?:ms|[a-z])", line))
     assert total == pytest.approx(sum(parts), abs=0.05)
     assert "idle in the pipeline" in " ".join(line.split())
+
+
+def test_islands_stand_beside_data_parallelism_across_a_slow_link(tmp_path):
+    """A site of two ranks sends what two predicted ranks do."""
+    sheet, levels = tmp_path / "sites.toml", ((1, 100.0, 5.0), (2, 10.0, 20.0), (0, 0.1, 10_000.0))
+    names = ("joins", "gbytes_s", "latency_us")
+    links = [dict(zip(names, one, strict=True)) for one in levels]
+    text = "".join(f"\n[[links]]\n{to_text(one)}" for one in links)
+    sheet.write_text(H200.partition("[[links]]")[0] + text)
+    words = ("plan", "gpt2", "--machine", sheet, "--ranks", "4", "--layout", "dp=4", "--zero", "0")
+    assert "islands, --outer-interval 50" in printed(*words)
+    whole, *ways = json.loads(printed(*words, "--json"))["across_sites"]
+    seconds = [one["step_s"] for one in ways]
+    meeting = (seconds[0] - seconds[2]) / (1 - 1 / 50)
+    assert seconds[1] == pytest.approx(seconds[0] - 0.9 * meeting)
+    assert seconds[2] < whole["step_s"] < seconds[0]
+    values = {"preset": "gpt2", "dp": 4, "pp": 1, "tp": 1, "islands": 2, "outer_interval": 1}
+    found = predict(resolve(build(values), 4)[0], 0)
+    sent = sum(one.wire_bytes for one in found.recorder.records if one.name == "outer.delta")
+    assert [one["site_bytes"] for one in ways] == pytest.approx(
+        [2 * sent, 2 * sent / 10, 2 * sent / 50], rel=0.01
+    )
+
+
+def to_text(values):
+    """TOML of a table of numbers."""
+    return "".join(f"{name} = {value}\n" for name, value in values.items())
 
 
 def test_nothing_fits():

@@ -318,6 +318,16 @@ def test_software_is_asked_for_layouts_that_it_has():
     assert {(one.layout.dp, one.layout.zero) for one in best} <= {(16, 0), (16, 3)}
 
 
+@pytest.mark.parametrize("values", [{"optimizer": "muon"}, {"islands": 1}, {"optimizer": "sgd"}])
+def test_what_the_optimizer_keeps_is_counted_in_closed_form_too(values):
+    layout, named = Layout(dp=4, tp=2, zero=1), build({"preset": "llama-8b"} | values)
+    question = with_own_step(asked(ranks=8, stack="mpipar"), named)
+    closed = fullest(question.shape, layout, question.stack)
+    assert closed.optimizer == pytest.approx(question.on_shapes(layout).optimizer, rel=0.02)
+    plain = fullest(question.shape, layout, STACKS["mpipar"]).optimizer
+    assert abs(closed.optimizer / plain - 1) > 0.2
+
+
 def test_the_first_layout_fits_by_our_own_step():
     named = build({"preset": "mpt-30b"})
     question = with_own_step(asked("mpt-30b", A100, 32, "mpipar", 512), named)
