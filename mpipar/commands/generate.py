@@ -15,7 +15,7 @@ class Arguments:
     run_folder: str = positional(
         "RUN", "a run folder of mpipar train, a folder of weights, or a checkpoint"
     )
-    prompt: str | None = setting(None, "the text to continue (default 'The ')", may_be_empty=True)
+    prompt: str | None = setting(None, "the text to continue (default 'The ')")
     prompts: str | None = setting(
         None, "continue each line of a file, and print a line of JSON for each", metavar="FILE"
     )

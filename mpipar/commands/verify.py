@@ -3,7 +3,8 @@
 from dataclasses import dataclass, replace
 
 from mpipar.commands.command import OF_A_STEP, Command, Context
-from mpipar.config.setting import switch
+from mpipar.config.sections import FIELDS
+from mpipar.config.setting import field_problem, switch
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 
@@ -68,11 +69,18 @@ def run(context: Context) -> int:
 
 
 def exact(parsed):
-    """Return the configuration with float64 and SGD, whatever flags or preset say."""
-    config = parsed.config
-    run = replace(config.run, dtype="float64", loss_scale=None, gemm="blas")
-    train = replace(config.train, optimizer="sgd")
-    return replace(parsed, config=replace(config, run=run, train=train))
+    """Return the configuration with float64 and SGD, whatever flags or preset say.
+
+    A value that is none stays, to be refused.
+    """
+
+    def with_values(part, **values):
+        legal = [one for one in values if not field_problem(FIELDS[one], getattr(part, one))]
+        return replace(part, **{name: values[name] for name in legal})
+
+    run = with_values(parsed.config.run, dtype="float64", loss_scale=None, gemm="blas")
+    train = with_values(parsed.config.train, optimizer="sgd")
+    return replace(parsed, config=replace(parsed.config, run=run, train=train))
 
 
 COMMAND = Command(

@@ -1,35 +1,22 @@
 """Named starting points: the fields that differ from the defaults, with their values."""
 
+LARGE = {  # what models of GPT-2's size and more have in common
+    "seq_len": 1024,
+    "batch_size": 512,
+    "num_microbatches": 8,
+    "lr": 6e-4,
+    "warmup_steps": 700,
+    "steps": 20000,
+}
+
 
 def _gpt2(layers, d_model, heads):
-    return {
-        "layers": layers,
-        "d_model": d_model,
-        "heads": heads,
-        "seq_len": 1024,
-        "vocab_size": 50257,
-        "batch_size": 512,
-        "num_microbatches": 8,
-        "lr": 6e-4,
-        "warmup_steps": 700,
-        "steps": 20000,
-    }
+    return LARGE | {"layers": layers, "d_model": d_model, "heads": heads, "vocab_size": 50257}
 
 
 def _llama(layers, d_model, heads, **shape):
-    return {
-        "arch": "llama",
-        "layers": layers,
-        "d_model": d_model,
-        "heads": heads,
-        "seq_len": 1024,
-        "vocab_size": 32000,
-        "batch_size": 512,
-        "num_microbatches": 8,
-        "lr": 6e-4,
-        "warmup_steps": 700,
-        "steps": 20000,
-    } | shape
+    own = {"arch": "llama", "layers": layers, "d_model": d_model, "heads": heads}
+    return LARGE | own | {"vocab_size": 32000} | shape
 
 
 def _llama3(layers, d_model, heads, factor=8.0, **shape):

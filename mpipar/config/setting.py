@@ -28,8 +28,7 @@ POWERS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 
 LEGAL = {  # what is said of a field, and what holds where it is not said: see `setting`
     **dict.fromkeys((*BOUNDS, "choices", "only", "metavar", "short")),
-    **dict.fromkeys(("in_bytes", "rare", "is_positional", "is_switch"), False),
-    **dict.fromkeys(("of_weights", "may_be_empty"), False),
+    **dict.fromkeys(("in_bytes", "rare", "is_positional", "is_switch", "of_weights"), False),
 }
 
 
@@ -41,7 +40,7 @@ def setting(default: typing.Any, what: str, **said: typing.Any) -> typing.Any:
     no meaning, is not written, and is refused if given. metavar: placeholder for the value in the
     help. rare: shown by --help-all only. is_positional, is_switch: see below. of_weights: it has no
     flag; it comes from the config.json of weights, a preset or a key of a TOML file. short: a
-    second flag, of one letter. may_be_empty: whether a text of no characters is one.
+    second flag, of one letter.
     """
     assert said.keys() <= LEGAL.keys(), said
     return dataclasses.field(default=default, metadata={"help": what, **LEGAL, **said})
@@ -104,8 +103,6 @@ def value_problem(name: str, legal: Mapping[str, typing.Any], value: typing.Any)
         options = [str(option) for option in legal["choices"]]
         hint = suggestion(value, options) if isinstance(value, str) else ""
         wrong.append(f"must be one of {', '.join(options)}{hint}")
-    if value == "" and not legal["may_be_empty"]:
-        wrong.append("is empty; give a value, or leave it out")
     if isinstance(value, str) and HALF.search(value):
         wrong.append("is not valid UTF-8, so it cannot be written to config.toml")
     shown = text.shown(value) if isinstance(value, str) else text.brief(str(value))

@@ -146,9 +146,7 @@ def text_files(paths: Iterable[str], flag: str, only: str = "") -> tuple[list[Pa
     files, problems = [], []
     for name in paths:
         path = Path(name)
-        if not name:  # as from an unset shell variable; Path("") is this folder
-            problems.append(f"{flag}'': is empty; name a file or a folder")
-        elif os.path.isdir(path):
+        if os.path.isdir(path):
             # Without what is hidden, or in a folder that is, such as .git.
             inside = [
                 one

@@ -93,7 +93,7 @@ def _read_values(fields: Mapping[str, dataclasses.Field], source, problems, path
         try:
             found[name] = _value(fields[name], raw, path is None)
         except ValueError as error:
-            where = brief(str(raw)) if path is None else f"= {shown(raw)} in {path}"
+            where = brief(str(raw)) or "''" if path is None else f"= {shown(raw)} in {path}"
             problems.append(f"{argument(name, fields[name].metadata)} {where}: {error}")
     return found
 
@@ -210,8 +210,8 @@ def expand_layout(source: dict, problems: list[str], names: Collection[str] = AX
 def _value(field: dataclasses.Field, raw, is_text: bool):
     """Return a field's value from a flag's text or a TOML value; ValueError says what is wrong."""
     base, is_tuple = kind(field)
-    if is_text and field.name == "prompt":  # Python may have read it as ASCII with escaped bytes
-        raw = str(raw).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+    if field.name == "prompt":  # any text; Python may have read it as ASCII with escaped bytes
+        return str(raw).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
     if field.metadata["in_bytes"] and isinstance(raw, str):
         return read_bytes(raw)
     if not is_tuple:
@@ -224,7 +224,7 @@ def _value(field: dataclasses.Field, raw, is_text: bool):
     try:
         return tuple(_single(base, one, is_text) for one in raw)
     except ValueError as error:
-        raise ValueError(f"each of them {error}, as in {example}") from None
+        raise ValueError(f"each of them {error}" + f", as in {example}" * bool(example)) from None
 
 
 def _single(base: type, raw, is_text: bool):
@@ -235,6 +235,8 @@ def _single(base: type, raw, is_text: bool):
             return float(raw)
     if type(raw) is not base:
         raise ValueError(f"must be {KIND_NAMES[base]}")
+    if raw == "":  # as from an unset variable of a shell
+        raise ValueError("must not be empty; give a value, or leave it out")
     return raw
 
 

@@ -204,8 +204,7 @@ def draw(candidates: np.ndarray, sampling: Sampling, number: int, position: int)
         return np.nan
     if len(ids) == 1:
         return ids[0]
-    with np.errstate(over="ignore"):  # near 0 only the first is left
-        reached = np.cumsum(np.exp((values - values[0]) / sampling.temperature))
+    reached = np.cumsum(np.exp((values - values[0]) / sampling.temperature))
     reached /= reached[-1]
     kept = reached[: 1 + np.searchsorted(reached, sampling.top_p)]
     philox = np.random.Philox(key=sampling.seed, counter=[0, position, number, 1])

@@ -240,6 +240,7 @@ def test_print_config_can_be_given_back(tmp_path):
         (["train", "--lr"], ["--lr", "expected one argument", "mpipar train --help"]),
         (["generate"], ["RUN", "mpipar generate --help"]),
         (["doctor", "--tp", "2"], ["--tp: mpipar doctor does not use it"]),
+        (["verify", "--dtype", "float99", "--heads", "4"], ["--dtype 'float99': must be one of"]),
     ],
 )
 def test_mistake_is_refused(words, parts):

@@ -283,10 +283,10 @@ TEXT = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # no f
 
 
 @given(
-    st.text(TEXT),
+    st.text(TEXT, min_size=1),
     st.floats(1e-300, 1e300),
     st.integers(0, 2**63 - 1),
-    st.lists(st.text(TEXT)),
+    st.lists(st.text(TEXT, min_size=1)),
 )
 def test_toml_there_and_back(tmp_path_factory, out, lr, seed, data):
     config = changed(out=out, lr=lr, seed=seed, data=tuple(data))
@@ -328,6 +328,9 @@ def test_layout_is_short_for_the_axes(tmp_path):
         (["--zzzzzzzz"], ["--zzzzzzzz: unknown flag"]),
         (["--layers", "2.5"], ["--layers 2.5", "whole number"]),
         (["--lr", "fast"], ["--lr fast", "must be a number"]),
+        (["--out="], ["--out '': must not be empty"]),
+        (["--data", "a", ""], ["--data", "each of them must not be empty"]),
+        (["--config="], ["No such file"]),
         (["--stage-layers", "3,x"], ["--stage-layers 3,x", "3,2,2,1"]),
         (["--layout", "dp=2,xp=3"], ["--layout", "'xp=3'", "dp=2,pp=2,tp=2"]),
         (["--layout", "dp=2,dp=2"], ["--layout", "'dp=2'", "at most once"]),

@@ -357,16 +357,6 @@ def test_stages_of_ranks():
     assert make_schedule("interleaved", 4, 8, 3).stages_by_rank[1] == (1, 5, 9)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_one_rank_runs_every_schedule(name):
-    for m in (2, 5):
-        schedule = make_schedule(name, 1, m)
-        timeline = simulate(schedule, Costs())
-        assert timeline.messages == (0,)
-        assert timeline.global_bubble == (0,)
-        assert schedule.programs[0][-1].kind == "REDUCE_GRAD"
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

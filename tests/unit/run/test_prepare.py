@@ -240,7 +240,7 @@ def test_what_a_killed_preparation_left_is_removed(here):
     ("prepare stories.txt --tokenizer train:1e4 --out out --seprator x",
      ["train:1e4: a new tokenizer has", "did you mean --separator"]),
     ("prepare stories.txt nowhere --tokenizer byte --out out --separator=",
-     ["nowhere: no such file", "byte: no such file", "--separator '': is empty"]),
+     ["nowhere: no such file", "byte: no such file", "--separator '': must not be empty"]),
     ("prepare stories.txt --tokenizer bytes --out=", ["--out: is missing"]),
     ("list stories.txt --tokenizer bytes --out out", ["data list: the only action is"]),
 ])  # fmt: skip

@@ -119,22 +119,6 @@ def test_latency_terms(name):
                     assert simulate(schedule, Costs(latency=c)).makespan - base == hops * c, (p, m)
 
 
-def test_1f1b_against_gpipe_is_a_latency_probe():
-    p, m, c = 4, 16, 2
-    one, all_forward = (
-        simulate(make_schedule(name, p, m), Costs(latency=c)) for name in ("1f1b", "gpipe")
-    )
-    assert one.makespan - all_forward.makespan == (2 * (p - 1) * m // p - 2) * c
-
-
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
-def test_layer_wise_workers_are_busy_one_pth_of_the_time(p):
-    timeline = simulate(make_schedule("naive", p, 6), Costs(2, 3, 1))
-    assert timeline.busy_share == (pytest.approx(1 / p),) * p
-    assert timeline.bubble_share == pytest.approx(1 - 1 / p)
-    assert timeline.makespan == 6 * p * 6
-
-
 @pytest.mark.parametrize("share", [Fraction(2, 3), Fraction(5, 6), 1])
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 14), (8, 16)])
 def test_dualpipe_v_bubble_of_the_last_rank(p, m, share):
