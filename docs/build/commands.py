@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 
@@ -115,10 +116,10 @@ def run_inside(
 
     The error is then left to a process, which prints it.
     """
-    text, before = io.StringIO(), dict(os.environ)
-    os.environ.update(settings)
+    text = io.StringIO()
     try:
         with (
+            mock.patch.dict(os.environ, settings),
             contextlib.chdir(folder),
             contextlib.redirect_stdout(text),
             contextlib.redirect_stderr(text),
@@ -128,9 +129,6 @@ def run_inside(
         return None
     except SystemExit as leaving:  # argparse, after --help
         return int(leaving.code or 0), text.getvalue()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def run_outside(command: str, folder: Path, settings: Mapping[str, str]) -> tuple[int, str]:

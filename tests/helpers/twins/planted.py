@@ -7,10 +7,12 @@ at the end of its step.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple
+from unittest import mock
 
 from mpipar.comm.group import Comm
 from mpipar.layers.linears import LINEARS
@@ -21,7 +23,6 @@ from mpipar.pipeline.engine import Engine
 from mpipar.run.data.rows import Rows
 from mpipar.train.gradsync import GradSync
 from mpipar.train.worker import Worker
-from tests.helpers.twins.replaced import in_place_of, replaced
 
 GITHUB = "https://github.com/"
 DP, PP, TP = {"dp": 2}, {"pp": 2}, {"tp": 2}
@@ -45,6 +46,22 @@ class Twin(NamedTuple):
     desync: bool = False
 
 
+def in_place_of(owner: type, name: str) -> Callable:
+    """Turn function(the original method, self, ...) into a `Twin.plant` of that method."""
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def plant():
+            plain = vars(owner)[name]
+            return mock.patch.object(
+                owner, name, lambda *given, **named: function(plain, *given, **named)
+            )
+
+        return plant
+
+    return decorate
+
+
 @in_place_of(Comm, "all_reduce")
 def reduce_dropped(plain, self, x, name, op="sum"):
     """Leave the parts of one column cut's input gradient unsummed."""
@@ -59,7 +76,7 @@ def bucket_dropped():
         calls.append(name)
         return plain(self, x.copy() if len(calls) == 3 else x, name)
 
-    return replaced(Comm, iall_reduce=iall_reduce)
+    return mock.patch.multiple(Comm, iall_reduce=iall_reduce)
 
 
 @in_place_of(GradSync, "finish")
@@ -76,7 +93,7 @@ def summed_early():
         if self.passing in self.last_passes:
             self.gradsync.end_unit(self.passing.stage, unit, True)
 
-    return replaced(Engine, enter=enter, leave=lambda self, unit: None)
+    return mock.patch.multiple(Engine, enter=enter, leave=lambda self, unit: None)
 
 
 @in_place_of(RowLinear, "forward")
@@ -122,7 +139,7 @@ def weight_gradient_skipped():
             else:
                 plain(self, stash)
 
-        twins.enter_context(replaced(cut, backward_weight=backward_weight))
+        twins.enter_context(mock.patch.multiple(cut, backward_weight=backward_weight))
     return twins
 
 

@@ -12,11 +12,13 @@ from one_rank import SESSION
 from bench import generate
 from bench.__main__ import main, programs
 from bench.claims import __main__ as claims
+from bench.matmul import __main__ as matmul
 from mpipar.errors import (
     EXIT_OK,
     EXIT_OUTPUT,
     EXIT_USAGE,
     OutputError,
+    UsageError,
 )
 from mpipar.run.inference import generate as generation
 
@@ -84,6 +86,12 @@ def test_several_ranks_end_with_one_message(no_folder):
     assert done.returncode == EXIT_OUTPUT, done.tail()
     assert done.stderr.count(no_folder) == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("number", ["0", "-3", "x", "1.5"])
+def test_a_size_is_a_whole_number_above_zero(number):
+    with pytest.raises(UsageError, match=f"--repeats: '{number}': must be a whole number above 0"):
+        matmul.main.parse(["--repeats", number])
 
 
 # --- what is wrong is not timed, and what is too slow is an exit code: each program is changed
