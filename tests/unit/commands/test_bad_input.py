@@ -73,7 +73,8 @@ def cases(command):
         is_setting = action.dest in FIELDS
         if action.option_strings and action.nargs != 0 and (command == "train" or not is_setting):
             name = action.option_strings[-1]
-            some = ["-1", "9" * 30, *itertools.islice(bad, 1 if is_setting else 6)]
+            bounds = ["-1", "9" * 30] if action.metavar in ("N", "X") else []  # of a number
+            some = [*bounds, *itertools.islice(bad, 1 if is_setting else 6)]
             yield from (
                 [*base, f"{name}={one}"] for one in some if one != "pipe" or name not in WRITTEN
             )
