@@ -7,6 +7,7 @@ ranks: test_cli.py and test_launch.py.
 import array
 import contextlib
 import io
+import multiprocessing
 import signal
 import sys
 import time
@@ -141,3 +142,25 @@ def at_once(limit=30):
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+def results_at_once(function, count=8):
+    """What a function returns in each of so many processes that call it at the same moment.
+
+    None of them ends before all have returned.
+    """
+    context = multiprocessing.get_context("fork")
+    gate, found = context.Barrier(count), context.Queue()
+
+    def call():
+        gate.wait()
+        found.put(function())
+        gate.wait()
+
+    processes = [context.Process(target=call) for _ in range(count)]
+    for process in processes:
+        process.start()
+    results = [found.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    return results

@@ -4,12 +4,11 @@ import contextlib
 import json
 import os
 import subprocess
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fault_table import fault
 from helpers import run_ranks
+from in_process import results_at_once
 from program import (
     FAULTY,
     LIMIT,
@@ -25,8 +24,6 @@ from program import (
 from mpipar.errors import OutputError, UsageError
 from mpipar.run.process import lock
 
-RACERS = 8
-
 
 def left_by(folder, **facts):
     """Put a lock into the folder, of this process unless `facts` say otherwise."""
@@ -41,19 +38,15 @@ REQUEUED = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
 
 @pytest.mark.parametrize("held", ["no", "by a process that is gone"])
 def test_one_of_many_that_start_at_once_gets_the_lock(held, tmp_path):
-    """Threads stand for the processes: a system call of one lets the others run."""
     if held != "no":
         left_by(tmp_path, started=1)
-    gate, won = threading.Barrier(RACERS), []
 
-    def start(number):
-        gate.wait()
+    def start():
         with contextlib.suppress(UsageError):
-            won.append(lock.acquire(tmp_path, str(number)).own)
+            return lock.acquire(tmp_path, "token").own["pid"]
 
-    with ThreadPoolExecutor(RACERS) as starts:
-        list(starts.map(start, range(RACERS)))
-    assert won == [json.loads((tmp_path / lock.NAME).read_text())]
+    won = [pid for pid in results_at_once(start) if pid]
+    assert won == [json.loads((tmp_path / lock.NAME).read_text())["pid"]]
     assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
 
 

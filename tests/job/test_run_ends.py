@@ -6,17 +6,15 @@ Refusals are in test_cli.py, interrupted runs in test_ctrl_c.py.
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import re
 import shlex
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from fault_table import fault
 from helpers import REPOSITORY, run_command, run_ranks
-from in_process import alone, printed
+from in_process import alone, printed, results_at_once
 from program import BLOCK, LIMIT, PROGRAM, TEXT, block_of, environment, metrics, mpipar
 
 from mpipar.run.console import output
@@ -55,9 +53,9 @@ def test_run_folders_are_numbered_and_named(text_folder):
     names = sorted(path.name for path in (text_folder / "runs").iterdir())
     assert names == ["0001", "0002", "0003", "mine"]
     assert {path.name for path in text_folder.iterdir()} == {"runs", "text.txt"}
-    with contextlib.chdir(text_folder), ThreadPoolExecutor(8) as starts:
-        made = set(starts.map(lambda _: _make_numbered_folder().name, range(8)))
-    assert len(made) == 8, "runs that start at once get folders of their own"
+    with contextlib.chdir(text_folder):
+        made = results_at_once(lambda: _make_numbered_folder().name)
+    assert len(set(made)) == 8, "runs that start at once get folders of their own"
 
 
 FULL_DISK = """
@@ -169,20 +167,9 @@ def test_a_file_that_did_not_fit_is_not_left_as_a_part(tmp_path):
 
 def test_of_ranks_that_fail_at_the_same_moment_one_is_first():
     """Processes stand for ranks; each keeps its claim until it ends."""
-    context, token = multiprocessing.get_context("fork"), os.urandom(8).hex()
-    gate, said = context.Barrier(4), context.Queue()
-
-    def fail():
-        gate.wait()
-        said.put(failure.is_first(token))
-        gate.wait()
-
-    ranks = [context.Process(target=fail) for _ in range(4)]
-    for rank in ranks:
-        rank.start()
-    assert sorted(said.get(timeout=LIMIT) for _ in ranks) == [False, False, False, True]
-    for rank in ranks:
-        rank.join(LIMIT)
+    token = os.urandom(8).hex()
+    said = results_at_once(lambda: failure.is_first(token))
+    assert sum(said) == 1
     assert failure.is_first(token), "its owner has ended"
     assert not failure.is_first(token), "a rank fails once"
 

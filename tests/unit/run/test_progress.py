@@ -1,18 +1,10 @@
 """The progress line, which rewrites itself: what the screen shows, and that nothing is mangled."""
 
-import fcntl
 import io
-import os
-import pty
 import re
-import struct
-import subprocess
-import termios
 import threading
 
 import pytest
-from program import LIMIT, PROGRAM, environment
-from short_runs import TINY
 
 from mpipar.run.console import progress as progress_module
 from mpipar.run.console.output import Log
@@ -144,49 +136,18 @@ def test_when_steps_have_a_line(rank, term, kind, taken, open_terminal, monkeypa
     assert log.line is None
 
 
-# --- a run in a pseudo-terminal
-
-
-def in_terminal(argv, folder, columns=80):
-    """What a program writes to a terminal of so many columns, as text; it must end with 0."""
-    ours, its = pty.openpty()
-    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    process = subprocess.Popen(
-        [*map(str, argv)],
-        stdin=its,
-        stdout=its,
-        stderr=its,
-        cwd=folder,
-        env=environment() | {"TERM": "xterm"},
-    )
-    os.close(its)
-    timer, found = threading.Timer(LIMIT, process.kill), b""
-    timer.start()
-    try:
-        while piece := os.read(ours, 65536):
-            found += piece
-    except OSError:  # on Linux the end of a terminal is an error
-        pass
-    os.close(ours)
-    code = process.wait()
-    timer.cancel()
-    text = found.decode().replace("\r\n", "\n")
-    assert code == 0, text
-    return text
-
-
-WORDS = [*TINY, "--steps", 60, "--eval-interval", 20, "--save-interval", 25, "--log-interval", 10]
-
-
-def test_a_run_at_a_terminal(text_folder):
-    """The screen holds what log.txt holds, but for the lines of steps; of these only the last."""
-    text = in_terminal([*PROGRAM, "train", *WORDS, "--out", "run"], text_folder, columns=60)
-    log = (text_folder / "run" / "log.txt").read_text().splitlines()
-    steps = [line for line in log if re.match(r"step +\d+/60 loss", line)]
-    assert len(steps) == 7
-    assert [line.rstrip() for line in screen(text) if line.strip()][:200] == [
-        line for line in log if line and line not in steps[:-1]
-    ]
-    lines = re.findall(r"\r(train: [^\r\n]+)", text)
-    assert lines
-    assert max(map(len, lines)) <= 60
+def test_the_screen_holds_the_log_but_for_the_lines_of_steps(open_terminal):
+    """Of these only the last."""
+    terminal, log = open_terminal(), Log(0)
+    log("the layout")
+    with log.steps(0, 9):
+        for step in range(1, 10):
+            log.step(f"step {step}/9", last=step == 9)
+            log.status("loss 1.0")
+            if step == 5:
+                log("saved")
+                warn("late")
+    log("the end")
+    assert "\rtrain: " in terminal.getvalue()
+    found = [line for line in shown(terminal) if line]
+    assert found == ["the layout", "saved", "mpipar: warning: late", "step 9/9", "the end"]
