@@ -33,8 +33,9 @@ DEBIAN_MPICH = "libmpich.so.12"  # also Ubuntu's
 class OneRank:
     """The world of a process that runs alone, where no MPI library can be loaded.
 
-    It has the calls of an mpi4py communicator, for rank 0 of 1, which receives what it sends. why:
-    what kept MPI from being loaded. NumPy is not imported, because its threads are not yet set.
+    It has those calls of an mpi4py communicator that one rank makes, which receives what it sends.
+    why: what kept MPI from being loaded. NumPy is not imported, because its threads are not yet
+    set.
     """
 
     def __init__(self, why: str):
@@ -47,9 +48,6 @@ class OneRank:
         return 1
 
     def Dup(self) -> OneRank:
-        return self
-
-    def Split(self, color: int = 0, key: int = 0) -> OneRank:
         return self
 
     def Allgather(self, x: Any, into: Any) -> None:

@@ -11,6 +11,7 @@ from report_cases import config_of, data_of, lines_of, run_folder, told
 from short_runs import TINY, ended, train
 
 from mpipar.run.console.tensorboard import TAGS, Events
+from mpipar.run.folder import truncate_after
 from mpipar.study import report
 
 HOSTILE = "</script><script>alert(1)</script><!--\x1b[2J[[DATA]]"
@@ -70,6 +71,14 @@ def test_a_failure_is_said_and_ends_nothing(name, tmp_path):
     assert said[1].startswith("report.html and metrics.csv are without 1 damaged line")
     assert said[2] == "no report.html: Is a directory"
     assert not list(folder.glob("*.partial"))
+
+
+def test_going_on_takes_away_what_was_made_of_later_steps(tmp_path):
+    folder = run_folder(tmp_path)
+    written(folder)
+    truncate_after(folder, 25)
+    kept = {"metrics.jsonl", "evaluations.jsonl", "log.txt"}
+    assert {path.name for path in folder.iterdir()} == kept
 
 
 def steps_and_losses(folder):
