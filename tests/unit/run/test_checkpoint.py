@@ -264,10 +264,6 @@ def sharded(tmp_path):
     return split_weights(tmp_path / "many"), load_file(tmp_path / "one" / WEIGHTS)
 
 
-def index_of(folder):
-    return json.loads((folder / INDEX).read_text())
-
-
 def test_several_files_are_one_model_and_replaced_by_one(sharded):
     folder, _ = sharded
     expected = fresh(dtype="float32")
@@ -282,64 +278,55 @@ def test_several_files_are_one_model_and_replaced_by_one(sharded):
 # --- hostile and broken sets of files
 
 
-def refused(folder):
+POSITIONS = "transformer.wpe.weight"
+FIRST, LAST = "model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"
+
+
+def named(file):
+    """A change of the index: the table of positions is in this file."""
+
+    def change(folder):
+        index = json.loads((folder / INDEX).read_text())
+        assert index["weight_map"][POSITIONS] != file
+        index["weight_map"][POSITIONS] = file
+        (folder / INDEX).write_text(json.dumps(index))
+
+    return change
+
+
+def in_two_files(folder):
+    twice = min(load_file(folder / FIRST))
+    save_file(load_file(folder / LAST) | {twice: np.zeros(3, F32)}, folder / LAST)
+
+
+def without_an_index(folder):
+    (folder / INDEX).rename(folder / "pytorch_model.bin")
+
+
+def without_safetensors(folder):
+    without_an_index(folder)
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+
+
+FOREIGN = ("../one/a.safetensors", "/etc/passwd", ".safetensors", "model.bin", "a\\b.safetensors")
+BROKEN = [
+    *((named(one), "not name a file in this folder") for one in (*FOREIGN, 7, ["a"], None)),
+    (named(FIRST), f"says that tensor '{POSITIONS}' is in {FIRST}, which lacks it"),
+    (in_two_files, f"' is in {FIRST} and in {LAST}"),
+    (without_an_index, f"there is {FIRST}: give it the name {WEIGHTS}, or"),
+    (without_safetensors, "model.safetensors: No such file or directory; only safetensors can be"),
+]
+
+
+@pytest.mark.parametrize(("change", "part"), BROKEN)
+def test_a_broken_set_of_files_is_refused(change, part, sharded):
+    folder, _ = sharded
+    change(folder)
     with pytest.raises(DataError) as caught:
         loaded(folder)
     assert checkpoint.weight_problems(worker_for(folder).config) == caught.value.problems
-    return caught.value.problems
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../one/model.safetensors",
-        "/etc/passwd",
-        ".safetensors",
-        "model.bin",
-        "a\\b.safetensors",
-        7,
-        ["a"],
-        None,
-    ],
-)
-def test_an_index_names_files_of_its_own_folder_only(name, sharded):
-    folder, _ = sharded
-    index = index_of(folder)
-    index["weight_map"]["transformer.wpe.weight"] = name
-    (folder / INDEX).write_text(json.dumps(index))
-    (problem,) = refused(folder)
-    assert "does not name a file in this folder" in problem
-
-
-def test_a_tensor_in_two_files_is_refused(sharded):
-    folder, _ = sharded
-    index = index_of(folder)["weight_map"]
-    first, last = min(index.values()), max(index.values())
-    twice = next(name for name, file in index.items() if file == first)
-    save_file(load_file(folder / last) | {twice: np.zeros(3, F32)}, folder / last)
-    (problem,) = refused(folder)
-    assert f"tensor '{twice}' is in {first} and in {last}" in problem
-
-
-def test_a_tensor_that_is_not_where_the_index_says(sharded):
-    folder, _ = sharded
-    index = index_of(folder)
-    name = "transformer.wpe.weight"
-    file = index["weight_map"][name]
-    index["weight_map"][name] = next(one for one in index["weight_map"].values() if one != file)
-    (folder / INDEX).write_text(json.dumps(index))
-    assert any(f"says that tensor '{name}' is in" in problem for problem in refused(folder))
-
-
-def test_weights_in_another_form(sharded):
-    folder, _ = sharded
-    (folder / INDEX).rename(folder / "pytorch_model.bin")
-    (problem,) = refused(folder)
-    assert f"there is model-00001-of-00003.safetensors: give it the name {WEIGHTS}, or" in problem
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-    (problem,) = refused(folder)
-    assert "model.safetensors: No such file or directory; only safetensors can be read" in problem
+    assert any(part in problem for problem in caught.value.problems)
 
 
 # --- runs, folders and checkpoints to start from
