@@ -69,9 +69,9 @@ experts="--arch mixtral --layers 12 --d-model 768 --heads 12 --seq-len 1024 --vo
     --batch-size 8 --dtype bfloat16"
 train="--layers 4 --d-model 256 --heads 4 --seq-len 256 --batch-size 16 --num-microbatches 4"
 batch=32 check='' functions='' attention='' ladder='' patience=1
-tests="tests/elsewhere/cuda/test_cuda_attention.py tests/elsewhere/cuda/test_cuda_fused_ops.py tests/unit/study/test_memory_predicted.py
-    tests/unit/ops/test_ops_devices.py"
-chosen="against_float64 or same_bits or shared_key or step_is or equals_plain or predicted_memory"
+tests="tests/elsewhere/cuda/test_cuda_attention.py tests/elsewhere/cuda/test_cuda_kernels.py
+    tests/elsewhere/cuda/test_cuda_ops.py tests/unit/study/test_memory_predicted.py"
+chosen="same_bits or every_function_on_a_gpu or step_is or equals_plain or predicted_memory"
 if [[ -n ${REHEARSE:-} ]]; then
     model="--layers 1 --d-model 32 --heads 2 --seq-len 32 --vocab-size 256 --dtype bfloat16"
     llama="--arch llama --layers 1 --d-model 32 --heads 2 --kv-heads 1 --seq-len 32 --batch-size 2
@@ -81,7 +81,7 @@ if [[ -n ${REHEARSE:-} ]]; then
     train="--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"
     batch=2 check=--small functions="--small --repeats 1" patience=10
     attention="--tokens 64 --repeats 1" ladder="--largest 64 --repeats 1"
-    tests="tests/unit/ops/test_ops_devices.py" chosen=equals_plain
+    tests="tests/elsewhere/cuda/test_cuda_ops.py" chosen="equals_plain and float64"
 fi
 
 probe() { # print each thing of the list that is missing: NAME, or NAME: why

@@ -24,7 +24,6 @@ import pytest
 import slurm_cluster
 import threadpoolctl
 from short_runs import late_runs  # noqa: F401 - a fixture of the whole session
-from stand_in import real_cupy  # noqa: F401 - likewise
 
 from bench.kernels import nvrtc
 from mpipar.run.process import blas
@@ -83,6 +82,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
             "_NUM_THREADS"
         ):
             monkeypatch.delenv(name)
+
+
+@pytest.fixture(name="cupy", params=[pytest.param("gpu", marks=pytest.mark.gpu)])
+def real_cupy():
+    """The module cupy, on a GPU or on the CUDA machine of tests/elsewhere/cuda_machine."""
+    return importlib.import_module("cupy")
 
 
 @functools.cache

@@ -19,8 +19,7 @@ import numpy as np
 from bench.kernels import rungs
 from bench.kernels.gpu import Gpu
 from bench.program import Outcome, Program
-from mpipar.ops.cuda.gemm import BlasGemm
-from mpipar.ops.cuda.gemm_tile import TileGemm
+from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
 from mpipar.ops.cuda.kernels import Loader
 
 SIZES = ((4096, 4096, 4096), (8192, 3072, 768))

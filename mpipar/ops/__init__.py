@@ -8,7 +8,7 @@ from typing import Protocol
 
 from mpipar.errors import UsageError
 from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.cupy_fused import FusedOps
+from mpipar.ops.cuda.fused import FusedOps
 from mpipar.ops.cupy_ops import CupyOps
 from mpipar.ops.functions import Ops
 from mpipar.ops.mixed_ops import DTYPES, MixedOps

@@ -113,7 +113,7 @@ class AttentionFormulas(Arrays):
         probs, stats = self._normalised(scores)
         return self._weighted(probs.astype(q.dtype, copy=False), v, self.accum_dtype), stats
 
-    @shapes("y[BQHd]+ stats[BHQ2]+ y2[BQHd] stats2[BHQ2] ->")
+    @shapes("y[BQHd]+ stats[BHQ2]+ y2[BQHd] stats2[BHQ2] ->", exact=True)
     def attention_merge(self, y: Array, stats: Array, y2: Array, stats2: Array) -> None:
         """Merge attention over a second set of keys into y and stats, float32 or wider.
 

@@ -15,7 +15,7 @@ class ExpertFormulas(Arrays):
     # rows in the order of their experts, counts says how many each expert has. Each of N tokens
     # passes K experts.
 
-    @shapes("x[RK] w[EKM] counts -> y[RM]")
+    @shapes("x[RK] w[EKM] counts -> y[RM]", flops="2RKM")
     def grouped_matmul(self, x: Array, w: Array, counts: Sequence[int]) -> Array:
         """Return x w[e] (R, M) of x (R, K) and w (E, K, M): expert e has the next counts[e] rows.
 
@@ -30,28 +30,28 @@ class ExpertFormulas(Arrays):
         """Write x w of x (R, K) and w (K, M) to out (R, M)."""
         out[...] = self.matmul(x, w)
 
-    @shapes("x[RM] w[EKM] counts -> y[RK]")
+    @shapes("x[RM] w[EKM] counts -> y[RK]", flops="2RKM")
     def grouped_matmul_nt(self, x: Array, w: Array, counts: Sequence[int]) -> Array:
         """Return x w[e]^T (R, K) of x (R, M) and w (E, K, M), as `grouped_matmul`."""
         return self.grouped_matmul(x, w.transpose(0, 2, 1), counts)
 
-    @shapes("x[RK] y[RM] out[EKM]+ counts ->")
+    @shapes("x[RK] y[RM] out[EKM]+ counts ->", flops="2RKM")
     def grouped_matmul_tn_add(self, x: Array, y: Array, out: Array, counts: Sequence[int]) -> None:
         """Add x^T y over the rows of each expert to out[e]: (R, K) and (R, M) give (E, K, M)."""
         for expert, rows in _groups(counts, x):
             self.matmul_tn_add(x[rows], y[rows], out[expert])
 
-    @shapes("x[ND] w[ED] -> logits[NE]:sum")
+    @shapes("x[ND] w[ED] -> logits[NE]:sum", flops="2NED")
     def router_forward(self, x: Array, w: Array) -> Array:
         """Return the logits x w^T (N, E) of x (N, D) and w (E, D), in the type of sums."""
         return self.matmul_nt(x, w)
 
-    @shapes("dlogits[NE] w[ED] -> dx[ND]")
+    @shapes("dlogits[NE] w[ED] -> dx[ND]", flops="2NED")
     def router_backward_input(self, dlogits: Array, w: Array) -> Array:
         """Return dx = dlogits w (N, D)."""
         return self.matmul(dlogits, w)
 
-    @shapes("dlogits[NE] x[ND] dw[ED]+ ->")
+    @shapes("dlogits[NE] x[ND] dw[ED]+ ->", flops="2NED")
     def router_backward_weight(self, dlogits: Array, x: Array, dw: Array) -> None:
         """Add dlogits^T x to dw (E, D)."""
         self.matmul_tn_add(dlogits, x, dw)

@@ -40,14 +40,14 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
     # the result; `out` says where it is. x * x * x, never x**3: a power is computed through
     # logarithms, 70 times slower.
 
-    @shapes("x[..] -> y[..]")
+    @shapes("x[..] -> y[..]", rows=True)
     def gelu_forward(self, x: Array, out: Array | None = None) -> Array:
         """Return the tanh form of GELU of x: x / (1 + exp(-2 x (A + B x^2)))."""
         y = self.xp.multiply(x, x, out=out)
         self._one_plus_exp(self._minus_2u(y, x, out=y))
         return self.xp.divide(x, y, out=y)
 
-    @shapes("dy[..] x[..] -> dx[..]")
+    @shapes("dy[..] x[..] -> dx[..]", rows=True)
     def gelu_backward_input(self, dy: Array, x: Array, out: Array | None = None) -> Array:
         """Return dx = dy GELU'(x): with s = s(2u), that is s + s (1 - s) x 2u'.
 
@@ -84,7 +84,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
     # SwiGLU: silu(g) = g s(g), with the logistic function s(g) = 1 / (1 + exp(-g)). The two parts
     # of h are gate and up.
 
-    @shapes("h[..2F] -> y[..F]")
+    @shapes("h[..2F] -> y[..F]", rows=True)
     def swiglu_forward(self, h: Array, out: Array | None = None) -> Array:
         """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
         gate = h[..., 0, :]
@@ -93,7 +93,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         self.xp.divide(gate, silu, out=silu)
         return self.xp.multiply(silu, h[..., 1, :], out=out)
 
-    @shapes("dy[..F] h[..2F] -> dh[..2F] y[..F]")
+    @shapes("dy[..F] h[..2F] -> dh[..2F] y[..F]", rows=True)
     def swiglu_backward_input(
         self, dy: Array, h: Array, out: Array | None = None
     ) -> tuple[Array, Array]:
@@ -119,7 +119,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
 
     # Norms over the last dimension. LayerNorm is RMSNorm of x - mean, plus b.
 
-    @shapes("x[..D] w[D] eps -> y[..D] rstd[..]:sum")
+    @shapes("x[..D] w[D] eps -> y[..D] rstd[..]:sum", rows=True)
     def rmsnorm_forward(
         self, x: Array, w: Array, eps: float, out: Array | None = None
     ) -> tuple[Array, Array]:
@@ -133,7 +133,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         y *= w
         return y, rstd
 
-    @shapes("dy[..D] x[..D] w[D] rstd[..] around[..D]? -> dx[..D]")
+    @shapes("dy[..D] x[..D] w[D] rstd[..] around[..D]? -> dx[..D]", rows=True)
     def rmsnorm_backward_input(
         self,
         dy: Array,
@@ -158,12 +158,12 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
             dx += around
         return dx
 
-    @shapes("dy[..D] x[..D] rstd[..] dw[D]+ ->")
+    @shapes("dy[..D] x[..D] rstd[..] dw[D]+ ->", rows=True)
     def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
         """Add the sum of dy xhat to dw (D,)."""
         dw += self._column_sums(dy * x, rstd)
 
-    @shapes("x[..D] w[D] b[D] eps -> y[..D] mean[..]:sum rstd[..]:sum")
+    @shapes("x[..D] w[D] b[D] eps -> y[..D] mean[..]:sum rstd[..]:sum", rows=True)
     def layernorm_forward(
         self, x: Array, w: Array, b: Array, eps: float, out: Array | None = None
     ) -> ThreeArrays:
@@ -178,7 +178,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         y += b
         return y, x[..., 0] + mean, rstd
 
-    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] around[..D]? -> dx[..D]")
+    @shapes("dy[..D] x[..D] w[D] mean[..] rstd[..] around[..D]? -> dx[..D]", rows=True)
     def layernorm_backward_input(
         self,
         dy: Array,
@@ -198,7 +198,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
             c += around
         return c
 
-    @shapes("dy[..D] x[..D] mean[..] rstd[..] dw[D]+ db[D]+ ->")
+    @shapes("dy[..D] x[..D] mean[..] rstd[..] dw[D]+ db[D]+ ->", rows=True)
     def layernorm_backward_weight(
         self, dy: Array, x: Array, mean: Array, rstd: Array, dw: Array, db: Array
     ) -> None:
@@ -211,7 +211,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
     # Embeddings. A table shard holds the rows of the ids [start, start + rows). In the lines P is
     # the number of positions.
 
-    @shapes("ids[..] table[VD] start -> y[..D]")
+    @shapes("ids[..] table[VD] start -> y[..D]", exact=True)
     def embedding_forward(self, ids: Array, table: Array, start: int) -> Array:
         """Return table[ids - start] (..., D), zeros where an id belongs to another shard."""
         local, inside = self._local_rows(ids, start, table.shape[0])
@@ -249,7 +249,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
     # maximum and a sum of exp(logit - maximum) stay two numbers, because a single one, their
     # log-sum-exp, would round the sum away beside a large maximum.
 
-    @shapes("logits[..V] targets[..] start num_valid -> stats[..3]:sum")
+    @shapes("logits[..V] targets[..] start num_valid -> stats[..3]:sum", rows=True)
     def cross_entropy_forward(
         self, logits: Array, targets: Array, start: int, num_valid: int
     ) -> Array:
@@ -274,7 +274,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         part = valid - top[:, None]
         return self._row_sums(self.xp.exp(part, out=part))
 
-    @shapes("stats[SN3] -> loss[N]:sum sums[N2]:sum")
+    @shapes("stats[SN3] -> loss[N]:sum sums[N2]:sum", exact=True)
     def cross_entropy_combine(self, stats: Array) -> tuple[Array, Array]:
         """Return (loss (N,), sums (N, 2)) from the stats of all shards (shards, N, 3).
 
@@ -286,7 +286,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         loss = top - stats[..., 2].sum(axis=0) + self.xp.log(total)
         return loss, self.xp.stack([top, total], axis=-1)
 
-    @shapes("logits[..V]+ targets[..] sums[..2] start num_valid scale -> logits")
+    @shapes("logits[..V]+ targets[..] sums[..2] start num_valid scale -> logits", rows=True)
     def cross_entropy_backward_input(
         self, logits: Array, targets: Array, sums: Array, start: int, num_valid: int, scale: float
     ) -> Array:
@@ -309,7 +309,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         self.xp.exp(valid, out=valid)
         valid *= self.scalar(scale) / sums[:, 1:]
 
-    @shapes("logits[..V] start num_valid count=K -> best[..K2]:float64")
+    @shapes("logits[..V] start num_valid count=K -> best[..K2]:float64", rows=True)
     def top_forward(self, logits: Array, start: int, num_valid: int, count: int) -> Array:
         """Return (N, count, 2) float64: the largest logits and their global ids, best first.
 

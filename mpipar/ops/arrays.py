@@ -125,24 +125,24 @@ class Arrays:
         """Return instants as ns of the host's clock. The caller has waited for the device."""
         return list(instants)
 
-    @shapes("x[..]+ value ->")
+    @shapes("x[..]+ value ->", exact=True)
     def fill(self, x: Array, value: float) -> None:
         """Set every element of x to value."""
         x[...] = self.scalar(value)
 
-    @shapes("dst[..]+ src[..] ->")
+    @shapes("dst[..]+ src[..] ->", exact=True)
     def copy(self, dst: Array, src: Array) -> None:
         """Copy src over dst; both have the same shape."""
         assert dst.shape == src.shape, (dst.shape, src.shape)
         dst[...] = src
 
-    @shapes("x[..]+ factor -> x")
+    @shapes("x[..]+ factor -> x", exact=True)
     def scale(self, x: Array, factor: float) -> Array:
         """Multiply x by a number in place and return it."""
         x *= self.scalar(factor)
         return x
 
-    @shapes("x[..]+ y[..] -> x")
+    @shapes("x[..]+ y[..] -> x", exact=True)
     def accumulate(self, x: Array, y: Array) -> Array:
         """Add y to x in place and return x; both have the same shape."""
         assert x.shape == y.shape, (x.shape, y.shape)
@@ -154,7 +154,7 @@ class Arrays:
         """Return the sum of parts (P, ...) over its first dimension, written to total if given."""
         return parts.sum(axis=0, out=total)
 
-    @shapes("x[..] -> total:host")
+    @shapes("x[..] -> total:host", exact=True)
     def sum(self, x: Array) -> Any:
         """Return the sum of x, accumulated in float64, for `to_floats` to read.
 
@@ -162,12 +162,12 @@ class Arrays:
         """
         return float(x.sum(dtype=np.float64))
 
-    @shapes("x[..] -> total:host")
+    @shapes("x[..] -> total:host", exact=True)
     def square_sum(self, x: Array) -> Any:
         """Return the sum of squares of x, accumulated in float64; see `sum`."""
         return float(self.xp.square(x.astype(np.float64)).sum())
 
-    @shapes("x[..] -> total:host")
+    @shapes("x[..] -> total:host", exact=True)
     def checksum(self, x: Array) -> int:
         """Return a 64-bit number of the bits of x, which differs if any single element differs.
 
@@ -205,36 +205,36 @@ class Arrays:
 
     # Products. For y = x w, dx = dy w^T is `matmul_nt` and dw += x^T dy is `matmul_tn_add`.
 
-    @shapes("x[..K] w[KM] -> y[..M]")
+    @shapes("x[..K] w[KM] -> y[..M]", flops="2..KM")
     def matmul(self, x: Array, w: Array) -> Array:
         """Return x w: (..., K) times (K, M) gives (..., M)."""
         return (as_rows(x) @ w).reshape(*x.shape[:-1], w.shape[1])
 
-    @shapes("x[..M] w[KM] -> y[..K]")
+    @shapes("x[..M] w[KM] -> y[..K]", flops="2..KM")
     def matmul_nt(self, x: Array, w: Array) -> Array:
         """Return x w^T."""
         return self.matmul(x, w.T)
 
-    @shapes("x[..K] y[..M] out[KM]+ ->")
+    @shapes("x[..K] y[..M] out[KM]+ ->", flops="2..KM")
     def matmul_tn_add(self, x: Array, y: Array, out: Array) -> None:
         """Add x^T y to out, which may be a transposed view."""
         assert out.shape == (x.shape[-1], y.shape[-1]), (out.shape, x.shape, y.shape)
         out += as_rows(x).T @ as_rows(y)
 
-    @shapes("x[..K] w[KM] b[M]? -> y[..M]")
+    @shapes("x[..K] w[KM] b[M]? -> y[..M]", flops="2..KM")
     def matmul_bias(self, x: Array, w: Array, b: Array | None) -> Array:
         """Return x w (..., M), plus b if there is one."""
         y = self.matmul(x, w)
         return y if b is None else self.bias_forward(y, b)
 
-    @shapes("x[..K] y[..M] out[KM]+ sums[M]+? ->")
+    @shapes("x[..K] y[..M] out[KM]+ sums[M]+? ->", flops="2..KM")
     def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array | None) -> None:
         """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,)."""
         self.matmul_tn_add(x, y, out)
         if sums is not None:
             self.bias_backward_weight(y, sums)
 
-    @shapes("y[..M]+ b[M] -> y")
+    @shapes("y[..M]+ b[M] -> y", exact=True)
     def bias_forward(self, y: Array, b: Array) -> Array:
         """Add b (M,) to the newly computed y (..., M) in place and return y."""
         assert y.shape[-1:] == b.shape, (y.shape, b.shape)
@@ -261,17 +261,21 @@ class Arrays:
 
     # Updates of flat buffers in place.
 
-    @shapes("data[..]+ grad[..] rate ->")
+    @shapes("data[..]+ grad[..] rate ->", exact=True)
     def sign_step(self, data: Array, grad: Array, rate: float) -> None:
         """Subtract rate from data where grad is positive, and add it where grad is negative."""
         data -= self.scalar(rate) * self.xp.sign(grad)
 
-    @shapes("data[..]+ grad[..] lr ->")
+    @shapes("data[..]+ grad[..] lr ->", rows=True, exact=True)
     def sgd_step(self, data: Array, grad: Array, lr: float) -> None:
         """Subtract lr * grad from data."""
         data -= self.scalar(lr) * grad
 
-    @shapes("data[..]+ grad[..] m[..]+ v[..]+ lr beta1 beta2 eps weight_decay step copy[..]+? ->")
+    @shapes(
+        "data[..]+ grad[..] m[..]+ v[..]+ lr beta1 beta2 eps weight_decay step copy[..]+? ->",
+        rows=True,
+        exact=True,
+    )
     def adamw_step(
         self,
         data: Array,
@@ -311,7 +315,8 @@ class Arrays:
             self.copy(copy, data)
 
     @shapes(
-        "data[..]+ grad[..] m[..]+ v[..]+ runs lr beta1 beta2 eps weight_decay step copy[..]+? ->"
+        "data[..]+ grad[..] m[..]+ v[..]+ runs lr beta1 beta2 eps weight_decay step copy[..]+? ->",
+        exact=True,
     )
     def adamw_runs(
         self,

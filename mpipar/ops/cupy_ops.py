@@ -11,11 +11,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.arrays import as_rows
-from mpipar.ops.cuda.embedding import Embedding
-from mpipar.ops.cuda.gemm import BlasGemm
-from mpipar.ops.cuda.gemm_tile import TileGemm, fitting
+from mpipar.ops.cuda.embedding import EmbeddingOps
+from mpipar.ops.cuda.gemm import BlasGemm, TileGemm, fitting
 from mpipar.ops.cuda.kernels import Loader, num_processors
 from mpipar.ops.cupy_copies import Copies
 from mpipar.ops.signature import Array, Shape
@@ -23,7 +21,7 @@ from mpipar.ops.signature import Array, Shape
 OLDEST_CUPY = 14  # the first that knows bfloat16
 
 
-class CupyOps(ArrayOps):
+class CupyOps(EmbeddingOps):
     """The array functions of `ArrayOps` on a CUDA device, which becomes the current one.
 
     gemm: products of 16-bit operands with weights by "blas" (cuBLAS, as all others) or "tile" (the
@@ -49,14 +47,14 @@ class CupyOps(ArrayOps):
         "position_backward_weight",
     )
     table_multiple = 128
+    oldest_device = 0  # compute capability
     checksum_block = 1 << 22  # few kernels, and 64 MiB of temporaries
 
     def __init__(self, dtype: DTypeLike, gemm: str = "blas", host_rank: int = 0) -> None:
         super().__init__(_usable_cupy(host_rank), dtype, "cuda")
         self.copies = Copies(self.xp, self.pinned)
         self._blas = BlasGemm(self.xp)
-        # Plain CuPy would read masks on the host, and sum by atomics in a different order each run.
-        self._embedding = Embedding(self.xp, Loader(self.xp, oldest=0))
+        self.loader = Loader(self.xp, self.oldest_device)
         # This makes no copy of what it reads, which would be as large as all gradients.
         self._squares = self.xp.ReductionKernel(
             "T x", "float64 y", "double(x) * double(x)", "a + b", "y = a", "0", "square_sum"
@@ -94,22 +92,6 @@ class CupyOps(ArrayOps):
         for i in range(len(a)):
             self._blas.stacked(a[i], b[i], out[i])
         return out
-
-    def embedding_forward(self, ids: Array, table: Array, start: int) -> Array:
-        """Return table[ids - start] (..., D), zeros where an id belongs to another shard."""
-        return self._embedding.forward(ids, table, start)
-
-    def embedding_backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
-        """Add each row of dy (..., D) to its id's row of dtable, if this shard holds it."""
-        self._embedding.backward_weight(ids, dy, dtable, start)
-
-    def position_forward(self, x: Array, positions: Array, table: Array) -> Array:
-        """Return x (B, T, D) + table[positions]."""
-        return self._embedding.position_forward(x, positions, table)
-
-    def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
-        """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
-        self._embedding.backward_weight(positions, dy, dtable, 0)
 
     def sum(self, x: Array) -> Any:
         """Return the sum of x, accumulated in float64, as an array () for `to_floats` to read."""

@@ -6,13 +6,12 @@ This module has what several readers of these lines need in addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.signature import DIMS, Function, shape_of
+from mpipar.ops.signature import Function
 
 DECLARED: dict[str, Function] = {
     name: method.function
@@ -55,33 +54,3 @@ MEMORY = [name for name, function in DECLARED.items() if function.text == "->"]
 FUNCTIONS = {name: function for name, function in DECLARED.items() if name not in MEMORY}
 # Two functions in sequence, which a device may have as one that rounds once.
 EPILOGUES = ("matmul_bias", "matmul_tn_add_sums")
-# FLOPs: a number and the sizes that it is multiplied by.
-FLOPS = dict.fromkeys(("matmul", "matmul_nt", "matmul_tn_add", *EPILOGUES), "2..KM")
-FLOPS |= dict.fromkeys(("grouped_matmul", "grouped_matmul_nt", "grouped_matmul_tn_add"), "2RKM")
-FLOPS |= dict.fromkeys(
-    ("router_forward", "router_backward_input", "router_backward_weight"), "2NED"
-)
-# These take 16-bit operands as they are. They move values, add two numbers of one type
-# (which rounds once), or work on arrays that are float32 anyway.
-EXACT_IN_16_BITS = (
-    "fill",
-    "copy",
-    "scale",
-    "accumulate",
-    "bias_forward",
-    "embedding_forward",
-    "sum",
-    "square_sum",
-    "checksum",
-    "attention_merge",
-    "cross_entropy_combine",
-    "sign_step",
-    "sgd_step",
-    "adamw_step",
-    "adamw_runs",
-)
-
-
-def flops(name: str, sizes: Mapping[str, Any]) -> int:
-    """Return the floating-point operations of a call of a product, 0 of other functions."""
-    return prod(shape_of(DIMS.findall(FLOPS[name]), sizes)) if name in FLOPS else 0

@@ -5,9 +5,10 @@ the last bits (order of sums, exp), so these functions are used only on request.
 """
 
 import importlib
+from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -16,16 +17,30 @@ from mpipar.cache import cache_folder
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.ops.signature import Array, Method, shape_of
+from mpipar.ops.signature import Array, shape_of
+
+# Functions that have a kernel of the same name in `numba_kernels`, which is one pass over memory.
+CHAINS = (
+    "gelu_forward",
+    "gelu_backward_input",
+    "swiglu_forward",
+    "swiglu_backward_input",
+    "rmsnorm_forward",
+    "rmsnorm_backward_input",
+    "rmsnorm_backward_weight",
+    "layernorm_forward",
+    "layernorm_backward_input",
+    "layernorm_backward_weight",
+)
 
 
-def in_one_pass(chain: Method) -> Method:
-    """Return the method that runs the kernel of the same name in `numba_kernels`.
+def in_one_pass(name: str) -> Callable[..., Any]:
+    """Return the method that runs the kernel of a function.
 
     The kernel receives the arguments, followed by arrays for the results, with all leading
     dimensions merged into one. The shape of the first argument determines those of the results.
     """
-    function = FUNCTIONS[chain.__name__]
+    function = FUNCTIONS[name]
     letters, made = function.takes[0].dims or (), [part.dims or () for part in function.gives]
     # For each argument and result: whether it is a number, and the number of its dimensions besides
     # the leading ones, None if it has no leading ones. They are computed once, because a call takes
@@ -35,7 +50,7 @@ def in_one_pass(chain: Method) -> Method:
         for part in (*function.takes, *function.gives)
     ]
 
-    @wraps(chain)
+    @wraps(getattr(NumpyOps, name))
     def method(self: Any, *arguments: Any, **named: Any) -> Any:
         if named or len(arguments) != len(function.takes):
             given = function.bind(arguments, named)
@@ -56,7 +71,7 @@ def in_one_pass(chain: Method) -> Method:
         )
         return results if len(results) > 1 else results[0] if results else None
 
-    return cast(Method, method)
+    return method
 
 
 class NumbaOps(NumpyOps):
@@ -70,16 +85,7 @@ class NumbaOps(NumpyOps):
         super().__init__(dtype)
         self.kernels = _load_kernels()
 
-    gelu_forward = in_one_pass(NumpyOps.gelu_forward)
-    gelu_backward_input = in_one_pass(NumpyOps.gelu_backward_input)
-    swiglu_forward = in_one_pass(NumpyOps.swiglu_forward)
-    swiglu_backward_input = in_one_pass(NumpyOps.swiglu_backward_input)
-    rmsnorm_forward = in_one_pass(NumpyOps.rmsnorm_forward)
-    rmsnorm_backward_input = in_one_pass(NumpyOps.rmsnorm_backward_input)
-    rmsnorm_backward_weight = in_one_pass(NumpyOps.rmsnorm_backward_weight)
-    layernorm_forward = in_one_pass(NumpyOps.layernorm_forward)
-    layernorm_backward_input = in_one_pass(NumpyOps.layernorm_backward_input)
-    layernorm_backward_weight = in_one_pass(NumpyOps.layernorm_backward_weight)
+    vars().update({name: in_one_pass(name) for name in CHAINS})
 
     def _rotate(self, x: Array, cos: Array, sin: Array) -> None:
         assert x.shape[-1] == 2 * cos.shape[-1], (x.shape, cos.shape)

@@ -17,11 +17,11 @@ from numpy.typing import DTypeLike
 
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda.attention import parts_shape
-from mpipar.ops.functions import EPILOGUES, Ops, flops
+from mpipar.ops.functions import EPILOGUES, Ops
 from mpipar.ops.numpy_attention import GAP, QUERY_TILE, part_sizes
 from mpipar.ops.numpy_ops import PRODUCT_TILE
 from mpipar.ops.shape_array import Ledger, ShapeArray
-from mpipar.ops.signature import Array, Function, Part, Shape, ThreeArrays, shape_of
+from mpipar.ops.signature import DIMS, Array, Function, Part, Shape, ThreeArrays, shape_of
 
 
 class Recording(Protocol):
@@ -148,8 +148,8 @@ class ShapeOps(Ops):
             return getattr(ArrayOps, function.name)(self, *arguments, **named)  # one after another
         given = function.bind(arguments, named)
         sizes = function.sizes(given)
-        if count := flops(function.name, sizes):
-            self._count(count)
+        if function.flops:
+            self._count(math.prod(shape_of(DIMS.findall(function.flops), sizes)))
         real = [x.dtype for _, x in function.arrays(given) if x.dtype.kind not in "iu"]
         results = tuple(self._result(part, sizes, given, real) for part in function.gives)
         return results if len(results) > 1 else results[0] if results else None
@@ -165,18 +165,20 @@ class ShapeOps(Ops):
         dtype = {"": (*real, None)[0], "sum": self.accum_dtype}.get(part.kind, part.kind)
         return self.empty(shape_of(part.dims or (), sizes), dtype)
 
-    # Attention: FLOPs of the full square, the convention of published model FLOPs.
+    # Attention. FLOPs are those of the full square, the convention of published model FLOPs: a
+    # product of all queries with all keys takes 2 B H Tq d Tk.
 
     def attention_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Any]:
         """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk) or, in tiles, (y, stats)); two products."""
-        scores = self._count_pairs(2, q, k)
+        self._count(2 * 2 * q.size * k.shape[1])
         self._lend_tiles(q, k, "queries", turned=("keys",), of_keys=("values",))
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_forward(q, k, v, q_pos, k_pos)
+        batch, queries, heads, _ = q.shape
         y = self.empty(q.shape, q.dtype)
-        return y, (y, self.empty((*scores[:-1], 2), self.accum_dtype))
+        return y, (y, self.empty((batch, heads, queries, 2), self.accum_dtype))
 
     def attention_backward_input(
         self,
@@ -191,10 +193,8 @@ class ShapeOps(Ops):
         out: ThreeArrays | None = None,
     ) -> ThreeArrays:
         """Return (dq, dk, dv), or `out`; four products."""
-        scores = self._count_pairs(4, q, k)
+        self._count(4 * 2 * q.size * k.shape[1])
         held = self._lend_backward(q, k, "scores")
-        if q.shape[-1] > self.tiled_head_width:
-            assert saved.shape == scores, (saved.shape, scores)
         if out is None:
             out = super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos)
         del held
@@ -206,7 +206,7 @@ class ShapeOps(Ops):
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Array]:
         """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)); two products."""
-        self._count_pairs(2, q, k)
+        self._count(2 * 2 * q.size * k.shape[1])
         self._lend_tiles(
             q, k, "queries", turned=("keys",), of_keys=("values",), of_scores=("scores",)
         )
@@ -225,7 +225,7 @@ class ShapeOps(Ops):
         k_pos: Array,
     ) -> ThreeArrays:
         """Return (dq, dk, dv); five products, one of which recomputes the scores."""
-        self._count_pairs(5, q, k)
+        self._count(5 * 2 * q.size * k.shape[1])
         held = self._lend_backward(q, k, "scores", "probs")
         self._lend_tiles(q, k, turned=("turned keys",))
         results = super().attention_block_backward(
@@ -233,13 +233,6 @@ class ShapeOps(Ops):
         )
         del held
         return results
-
-    def _count_pairs(self, products: int, q: Array, k: Array) -> Shape:
-        """Count products of all queries with all keys; return (B, H, Tq, Tk)."""
-        (batch, queries, heads, width), (keys, kv_heads) = q.shape, k.shape[1:3]
-        assert heads % kv_heads == 0, (heads, kv_heads)
-        self._count(2 * products * batch * heads * queries * keys * width)
-        return batch, heads, queries, keys
 
     def _lend_backward(self, q: Array, k: Array, *of_scores: str) -> Array | None:
         """Count the buffers of a tiled backward pass; return those that a GPU releases."""
@@ -274,6 +267,7 @@ class ShapeOps(Ops):
     ) -> None:
         """Count the buffers for a part, by name: see `NumpyOps`."""
         (batch, queries, heads, width), (_, keys, kv_heads, _) = q.shape, k.shape
+        assert heads % kv_heads == 0, (heads, kv_heads)
         rows, own_heads = part_sizes(batch, queries, heads, keys, kv_heads)
         heads, kv_heads = heads // kv_heads * own_heads, own_heads
         tile = min(queries, QUERY_TILE)

@@ -2,6 +2,7 @@
 
 Three readers share the lines of `array_ops`: `numpy_ops` works in blocks of rows that stay in
 cache, `shape_ops` makes results of the right shape, and `mixed_ops` rounds activations to 16 bits.
+What they have to know besides stands with the line; see `shapes`.
 
 A line reads "arguments -> results". `x[..K]` is an array: `..` stands for all leading dimensions
 and each letter for one. A letter has one size throughout a line; a digit is a size. `eps` is not an
@@ -69,18 +70,15 @@ class Part(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A line, parsed."""
+    """A line, parsed, and what stands with it: see `shapes`."""
 
     name: str
     text: str
     takes: tuple[Part, ...]
     gives: tuple[Part, ...]
-
-    @classmethod
-    def parse(cls, name: str, text: str) -> Function:
-        """Return the Function that a line describes."""
-        takes, gives = (tuple(map(Part.parse, side.split())) for side in text.split("->"))
-        return cls(name, text, takes, gives)
+    rows: bool
+    exact: bool
+    flops: str
 
     @property
     def makes(self) -> tuple[Part, ...]:
@@ -138,11 +136,21 @@ def shape_of(dims: Iterable[str], sizes: Mapping[str, Any]) -> Shape:
     return shape
 
 
-def shapes(text: str) -> Callable[[Method], Method]:
-    """Return the decorator that gives a function its line, in its attribute `function`."""
+def shapes(
+    text: str, *, rows: bool = False, exact: bool = False, flops: str = ""
+) -> Callable[[Method], Method]:
+    """Return the decorator that gives a function its line, in its attribute `function`.
+
+    rows: any rows of the results need only the same rows of the arguments. exact: it takes 16-bit
+    operands as they are, since it moves values, adds two numbers of one type (which rounds once),
+    or works on arrays that are float32 anyway. flops: the floating-point operations of a product, a
+    number and the sizes that it is multiplied by.
+    """
+    takes, gives = (tuple(map(Part.parse, side.split())) for side in text.split("->"))
 
     def declare(declared: Method) -> Method:
-        declared.function = Function.parse(declared.__name__, text)  # type: ignore[attr-defined]
+        function = Function(declared.__name__, text, takes, gives, rows, exact, flops)
+        declared.function = function  # type: ignore[attr-defined]
         return declared
 
     return declare
@@ -150,4 +158,4 @@ def shapes(text: str) -> Callable[[Method], Method]:
 
 def memory(declared: Method) -> Method:
     """Declare a function that allocates arrays or copies them to the host: its line is empty."""
-    return shapes("->")(declared)
+    return shapes("->", exact=True)(declared)

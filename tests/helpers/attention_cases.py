@@ -1,23 +1,9 @@
-"""Random arrays for tiled attention, and the expected results in float64."""
+"""Attention from its definition in float64, and random arrays for it."""
 
 import numpy as np
-from cuda_fused import BOUNDS, DTYPES, place, relative
-from ops_cases import parts, positions_of
+from helpers import assert_close
 
-from mpipar.ops.cuda.attention import Attention
-
-# (B, T, H, d) and the order of positions. Tiles are 16 to 128 tokens by 32, 64 or 128 of width.
-# No shape fills them; some tiles are hidden, and some have more tokens than there are.
-CASES = {
-    "increasing": (2, 150, 2, 40),
-    "shuffled": (1, 71, 2, 33),  # no address of 16 bytes
-    "zigzag": (1, 133, 1, 128),
-    "ties": (1, 7, 3, 64),
-    "narrow": (1, 201, 1, 16),
-}
-# Values of 16 bits are rounded: p or ds before the last product, the result, and y before delta is
-# computed from it. The errors are independent, so their squares add up.
-ROUNDINGS = {"y": 2, "dq": 3, "dk": 3, "dv": 2}
+NAMES = ("y", "lse", "dq", "dk", "dv")
 
 
 def formula(q, k, v, dy, q_pos, k_pos):
@@ -49,103 +35,55 @@ def lse_of(stats):
 
 
 class Case:
-    """Random arrays of one type and shape, and the float64 results of the same values."""
+    """Random q, k, v, dy of one type, and the expected results in float64.
 
-    def __init__(self, rng, dtype, shape, kind="increasing"):
-        batch, tokens, heads, width = shape
-        self.dtype, self.bound = DTYPES[dtype], BOUNDS[dtype]
-        self.positions = positions_of(kind, tokens, rng)
-        self.qkv, self.dy = (
-            rng.standard_normal(size).astype(self.dtype)
-            for size in ((batch, tokens, 3, heads, width), shape)
-        )
-        self.y, self.lse, *grads = formula(*parts(self.qkv), self.dy, *2 * [self.positions])
-        self.dqkv = np.stack(grads, axis=2)
-
-    def run(self, where):
-        """Return host arrays y, lse, dqkv, with gradients written to the packed one."""
-        xp, loader, to_device, to_host = place(where)
-        qkv, dy, positions = map(to_device, (self.qkv, self.dy, self.positions))
-        dqkv = to_device(np.full(self.qkv.shape, np.nan, self.dtype))
-        y, lse, _ = both_passes(
-            Attention(xp, loader), parts(qkv), dy, positions, positions, out=parts(dqkv)
-        )
-        return tuple(map(to_host, (y, lse, dqkv)))
-
-
-class Grouped:
-    """A case with fewer key heads than query heads and other tokens; some queries see no key.
-
-    Keys are the first of a longer array, as in a cache.
+    sizes: B, Tq, Tk, H, Hkv, d. positions: (q_pos, k_pos). Keys and values are the first of a
+    longer array, as in a cache.
     """
 
-    def __init__(self, rng, dtype, sizes, positions=None):
+    def __init__(self, rng, sizes, positions, dtype="float64"):
         batch, queries, keys, heads, kv_heads, width = sizes
-        self.dtype, self.bound = DTYPES[dtype], BOUNDS[dtype]
-        self.q, self.dy, cache = (
-            rng.standard_normal(shape).astype(self.dtype)
-            for shape in (
-                (batch, queries, heads, width),
-                (batch, queries, heads, width),
-                (batch, keys + 5, 2, kv_heads, width),
-            )
+        of_q, of_cache = (batch, queries, heads, width), (batch, keys + 5, 2, kv_heads, width)
+        q, self.dy, cache = (
+            rng.standard_normal(shape).astype(dtype) for shape in (of_q, of_q, of_cache)
         )
         cache[:, keys:] = np.nan
-        self.cache, self.keys = cache, keys
-        if positions is None:
-            positions = rng.permutation(2 * keys)[:queries], rng.permutation(keys) + 3
-            positions[0][queries // 2] = 1  # sees nothing
+        self.qkv = (q, cache[:, :keys, 0], cache[:, :keys, 1])
         self.q_pos, self.k_pos = positions
-        k, v = self.kv(cache)
-        self.y, self.lse, *self.grads = formula(self.q, k, v, self.dy, self.q_pos, self.k_pos)
+        self.expected = formula(*self.qkv, self.dy, *positions)
 
-    @classmethod
-    def long(cls, rng, dtype, of_keys):
-        """Many keys for three queries, or the reverse; the first 2,100 of the many see none.
+    def saved(self, ops):
+        """(y, None, dq, dk, dv) by the form that keeps probabilities, or what a device keeps."""
+        y, saved = ops.attention_forward(*self.qkv, self.q_pos, self.k_pos)
+        grads = ops.attention_backward_input(self.dy, *self.qkv, saved, self.q_pos, self.k_pos)
+        return y, None, *grads
 
-        A block looks at 32 tiles at once, and must look twice before it finds one.
-        """
-        many, few = 2300, 3
-        late = np.where(np.arange(many) < 2100, many, -1) + rng.permutation(many) % 7
-        middle = many // 2 + np.arange(few)
-        if of_keys:
-            return cls(rng, dtype, (1, few, many, 1, 1, 8), (middle, late))
-        return cls(rng, dtype, (1, many, few, 1, 1, 8), (-late, -middle))
-
-    def kv(self, cache):
-        """The views k and v of the cache."""
-        return cache[:, : self.keys, 0], cache[:, : self.keys, 1]
-
-    def run(self, where, wide):
-        """Return host arrays (y, lse, dq, dk, dv)."""
-        xp, loader, to_device, to_host = place(where)
-        q, dy, cache, *positions = map(
-            to_device, (self.q, self.dy, self.cache, self.q_pos, self.k_pos)
+    def block(self, ops):
+        """(y, lse, dq, dk, dv) by one call of the block form over all keys."""
+        y, stats = ops.attention_block_forward(*self.qkv, self.q_pos, self.k_pos)
+        delta = ops.attention_delta(self.dy, y)
+        grads = ops.attention_block_backward(
+            self.dy, *self.qkv, stats, delta, q_pos=self.q_pos, k_pos=self.k_pos
         )
-        out = (
-            None
-            if wide
-            else [
-                to_device(np.full(x.shape, np.nan, self.dtype))
-                for x in (self.q, *self.kv(self.cache))
-            ]
-        )
-        y, lse, grads = both_passes(
-            Attention(xp, loader), (q, *self.kv(cache)), dy, *positions, wide, out
-        )
-        return tuple(map(to_host, (y, lse, *grads)))
+        return y, lse_of(stats), *grads
+
+    def check(self, found, tol=1e-12):
+        """Compare (y, lse, dq, dk, dv); a query that sees no key has lse -inf in both."""
+        for name, got, wanted in zip(NAMES, found, self.expected, strict=True):
+            if got is not None:
+                assert np.array_equal(np.isneginf(got), np.isneginf(wanted)), name
+                seen = np.isfinite(wanted)
+                assert_close(got[seen], wanted[seen], tol, name)
 
 
-def both_passes(kernels, qkv, dy, q_pos, k_pos, wide=False, out=None):
-    """(y, lse, (dq, dk, dv)) of the kernels."""
-    y, stats = kernels.forward(*qkv, q_pos, k_pos, wide)
-    delta = kernels.delta(dy, y)
-    grads = kernels.backward(dy, *qkv, stats, delta, q_pos=q_pos, k_pos=k_pos, out=out)
-    return y, lse_of(stats), grads
+def many_keys(rng, dtype, of_keys):
+    """Many keys for three queries, or the reverse; the first 2,100 of the many see none.
 
-
-def check_forward(case, y, lse):
-    """Raise AssertionError unless y and lse are those of the case."""
-    assert (y.dtype, lse.dtype) == (case.dtype, np.float32)
-    assert relative(y, case.y) <= case.bound * ROUNDINGS["y"] ** 0.5
-    assert np.abs(lse - case.lse).max() <= 1e-5
+    A block looks at 32 tiles at once, and must look twice before it finds one.
+    """
+    many, few = 2300, 3
+    late = np.where(np.arange(many) < 2100, many, -1) + rng.permutation(many) % 7
+    middle = many // 2 + np.arange(few)
+    if of_keys:
+        return Case(rng, (1, few, many, 1, 1, 8), (middle, late), dtype)
+    return Case(rng, (1, many, few, 1, 1, 8), (-late, -middle), dtype)

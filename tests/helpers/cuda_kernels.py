@@ -1,10 +1,8 @@
 """The CUDA kernel instantiations in use: those that tests compile, and run on the CPU."""
 
-from collections import namedtuple
-from math import inf
-
 from bench.kernels import rungs
-from mpipar.ops.cuda import attention, embedding, fused, gemm_tile, kernels
+from mpipar.ops.cuda import attention, embedding, fused, kernels
+from mpipar.ops.cuda import gemm as own
 
 NORM_KERNELS = (
     "layernorm_forward rmsnorm_forward layernorm_backward rmsnorm_backward "
@@ -21,13 +19,11 @@ def source(file):
 def of_products():
     """Return file -> name expressions of what `--gemm tile` and the benchmark run."""
     chosen = [rungs.gemm(rung, "NN") for rung in rungs.RUNGS if rung != "mma"]
-    for tiles in (gemm_tile.LARGE, gemm_tile.SMALL):
+    for tiles in (own.LARGE, own.SMALL):
         for dtype in ("bfloat16", "float16"):
             # Weight gradients are float32, and so is the array they are added to.
             types = {"NN": dtype, "NT": dtype, "TN": "float32"}
-            chosen += [
-                gemm_tile.gemm(layout, dtype, types[layout], tiles) for layout in gemm_tile.LAYOUTS
-            ]
+            chosen += [own.gemm(layout, dtype, types[layout], tiles) for layout in own.LAYOUTS]
     files = {}
     for kernel in chosen:
         files.setdefault(kernel.file, []).append(kernel.name)
@@ -35,14 +31,13 @@ def of_products():
 
 
 def of_chains():
-    """Return file -> name expressions of what `fused.Fused` runs."""
+    """Return file -> name expressions of what `FusedOps` runs."""
     each = {
         "gelu.cu": (fused.by_type, "gelu_forward gelu_backward"),
         "swiglu.cu": (fused.by_type, "swiglu_forward swiglu_backward"),
         "rope.cu": (fused.by_type, "rotate"),
         "norm.cu": (fused.by_type, NORM_KERNELS),
         "cross_entropy.cu": (fused.by_row, "cross_entropy_stats cross_entropy_backward"),
-        "softmax.cu": (fused.by_row, "causal_softmax_forward causal_softmax_backward"),
     }
     files = {
         file: tuple(name(kernel, dtype) for kernel in names.split() for dtype in DTYPES)
@@ -54,6 +49,9 @@ def of_chains():
         for out in dict.fromkeys(("float32", dtype))
     )
     files["cross_entropy.cu"] += ("cross_entropy_combine",)
+    files["softmax.cu"] = tuple(
+        fused.by_row(f"causal_softmax_{way}", "float32") for way in ("forward", "backward")
+    )
     files["adamw.cu"] = (
         "adamw",
         *(fused.by_type("adamw_with_copy", dtype) for dtype in DTYPES[1:]),
@@ -67,7 +65,7 @@ def of_chains():
 
 
 def of_attention():
-    """Return file -> name expressions of what `attention.Attention` runs."""
+    """Return file -> name expressions of what `AttentionOps` runs."""
     pairs = {(y_dtype, dtype) for dtype in DTYPES for y_dtype in ("float32", dtype)}
     files = {"flash_backward.cu": tuple(attention.delta_name(*pair) for pair in sorted(pairs))}
     for kernel, file in attention.FILES.items():
@@ -82,18 +80,6 @@ def of_attention():
 
 # File -> the instantiations of its kernels that are used, as name expressions.
 KERNELS = {**of_products(), **of_chains(), **of_attention()}
-# Which kernels compute attention, by function of ops. file: that of its kernels, which take heads
-# of up to `widest` elements. Hkv may be any divisor of H, Tq and Tk any lengths. Wider heads go to
-# the plain formula of `array_ops` on CuPy; it uses the softmax of `wider` if one is named.
-TakenBy = namedtuple("TakenBy", "file widest wider")
-ATTENTION = {
-    "attention_forward": TakenBy("flash_forward.cu", attention.MOST_WIDTH, "softmax.cu"),
-    "attention_backward_input": TakenBy("flash_backward.cu", attention.MOST_WIDTH, "softmax.cu"),
-    "attention_block_forward": TakenBy("flash_forward.cu", attention.MOST_WIDTH, None),
-    "attention_block_backward": TakenBy("flash_backward.cu", attention.MOST_WIDTH, None),
-    "attention_delta": TakenBy("flash_backward.cu", inf, None),
-    "attention_merge": TakenBy(None, 0, None),
-}
 # File -> most registers per thread that its kernels may use; 128 by default. Attention keeps a
 # head's width of sums in registers, so it may use all that there are.
 REGISTERS = {

@@ -1,22 +1,21 @@
-"""Replaces CuPy where there is no GPU: NumPy arrays that refuse to mix with host arrays.
+"""Replaces CuPy below the wires of several ranks: NumPy arrays that refuse to mix with host arrays.
 
 It proves which calls the device path makes, in which order, and that host and device memory are not
-mixed. It proves nothing about CUDA. `cuda.stream.busy` is true from any computation until the
-stream is synchronized. Kernels run on the CPU (cuda_host.py), and at once. Copies on other streams
-run as late as CUDA allows (fake_streams.py).
+mixed. It proves nothing about CUDA, and computes by the plain formulas: the real CuPy runs on the
+CUDA machine. `stream.busy` is true from any computation until the stream is synchronized. Copies on
+other streams run as late as CUDA allows (fake_streams.py).
 """
 
 import ctypes
+import sys
 import time
 import types
 
-import cuda_kernels
-import fake_cublas
 import fake_streams
 import numpy as np
-from cuda_host import run_kernel
 
-from mpipar.ops.cuda import kernels
+from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.cupy_ops import CupyOps
 
 __version__ = "14.2.0"  # the version that behaves like this
 
@@ -177,54 +176,11 @@ def asnumpy(x):
     return np.array(x.view(np.ndarray))
 
 
-KERNELS = {  # what the CUDA C++ of CuPy's own kinds of kernels stands for
-    "double(x) * double(x)": lambda x: np.square(x.astype(np.float64)).sum(),
-    "data -= lr * grad": lambda grad, lr, data: np.subtract(data, lr * grad, out=data),
-}
+def no_kernel(*arguments, **options):
+    """Kernels and the tables of cuBLAS that `CupyOps` asks for are not used: see `put_in`."""
 
 
-class ElementwiseKernel:
-    """A kernel of one line, compiled by CuPy."""
-
-    def __init__(self, takes, gives, line, *rest):
-        self.function = KERNELS[line]
-
-    def __call__(self, *arguments):
-        stream.busy = True
-        return on_device(self.function(*map(on_host, arguments)))
-
-
-ReductionKernel = ElementwiseKernel
-
-
-class RawModule:
-    """A file of mpipar's own kernels, recognized by the text of its unchanged source."""
-
-    def __init__(self, code, options, name_expressions):
-        assert options == kernels.OPTIONS
-        self.file = next(file for file in cuda_kernels.KERNELS if cuda_kernels.source(file) == code)
-        self.names = name_expressions
-
-    def get_function(self, name):
-        assert name in self.names
-        return RawKernel(self.file, name)
-
-
-class RawKernel:
-    """One kernel of a file."""
-
-    max_dynamic_shared_size_bytes = 48 << 10
-
-    def __init__(self, file, name):
-        self.file, self.name = file, name
-
-    def __call__(self, grid, block, arguments, shared_mem):
-        assert shared_mem <= self.max_dynamic_shared_size_bytes
-        assert all(grid), "CUDA starts no grid without blocks"
-        for one in arguments:  # CuPy passes a Python int as 8 bytes: the type must be given
-            assert isinstance(one, DeviceArray | np.int32 | np.int64 | np.float32), type(one)
-        stream.busy = True
-        run_kernel(self.file, self.name, grid, block, arguments, shared_mem)
+RawModule = ReductionKernel = ElementwiseKernel = no_kernel
 
 
 class Event:
@@ -271,14 +227,10 @@ cuda = types.SimpleNamespace(
         getDeviceCount=lambda: 1,
         runtimeGetVersion=lambda: 0,  # of which there is no cuBLASLt
         getDeviceProperties=lambda number: {"name": b"NVIDIA H200"},
-        **{name: value for name, value in vars(fake_cublas).items() if name.startswith("CUDA_R_")},
+        **dict.fromkeys(("CUDA_R_64F", "CUDA_R_32F", "CUDA_R_16BF", "CUDA_R_16F")),
     ),
-    device=types.SimpleNamespace(get_cublas_handle=lambda: fake_cublas.HANDLE),
-    cublas=types.SimpleNamespace(
-        gemmEx=_queued(fake_cublas.gemm_ex),
-        gemmStridedBatchedEx=_queued(fake_cublas.gemm_strided_batched_ex),
-        **{name: value for name, value in vars(fake_cublas).items() if name.startswith("CUBLAS_")},
-    ),
+    cublas=None,
+    device=None,
 )
 ndarray = DeviceArray
 
@@ -296,3 +248,39 @@ def empty(*arguments, **options):
 
 def __getattr__(name):
     return getattr(np, name)
+
+
+# Functions of which a GPU has its own.
+COMPUTED = (
+    "matmul",
+    "matmul_tn_add",
+    "_multiply",
+    "_stacked_products",
+    "square_sum",
+    "sgd_step",
+    "embedding_forward",
+    "embedding_backward_weight",
+    "position_forward",
+    "position_backward_weight",
+)
+
+
+def put_in(monkeypatch):
+    """Let `import cupy` find this module, and `CupyOps` compute by the plain formulas."""
+    monkeypatch.setitem(sys.modules, "cupy", sys.modules[__name__])
+    fake_streams.Stream.queued.clear()  # what a broken twin has left
+    monkeypatch.setattr(CupyOps, "takes_16_bits", ())
+    for name in COMPUTED:
+        monkeypatch.setattr(CupyOps, name, getattr(ArrayOps, name))
+
+
+def put_in_nccl(monkeypatch, pci_bus_id=None):
+    """Also NCCL, which MPI plays in a thread, and for each rank a GPU with this or its own id."""
+    import fake_nccl
+
+    put_in(monkeypatch)
+    monkeypatch.setitem(sys.modules, "cupy.cuda.nccl", fake_nccl)
+    monkeypatch.setattr(cuda, "nccl", fake_nccl, raising=False)
+    own = {"pci_bus_id": pci_bus_id or f"0000:{fake_nccl.BOOT.rank:02X}:00.0"}
+    device = types.SimpleNamespace(**vars(cuda.Device()) | own)
+    monkeypatch.setattr(cuda, "Device", lambda number=0: device)

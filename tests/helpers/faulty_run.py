@@ -318,10 +318,10 @@ def go_wrong(place, how, rank):
 def with_nccl(plain, library):
     """Start MPI, and put in the stand-ins for CuPy and NCCL."""
     plain(library)
+    import fake_cupy
     import pytest
-    import stand_in
 
-    stand_in.put_in_nccl(pytest.MonkeyPatch())
+    fake_cupy.put_in_nccl(pytest.MonkeyPatch())
 
 
 def faulty_bench():

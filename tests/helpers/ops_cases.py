@@ -11,6 +11,22 @@ Sizes = namedtuple("Sizes", "batch tokens width inner heads head rows")
 SMALL = Sizes(batch=2, tokens=5, width=7, inner=9, heads=3, head=2, rows=11)
 # Sizes of more than one tile: of queries, of rows, and of rows of a weight gradient.
 LARGE = Sizes(batch=2, tokens=131, width=193, inner=301, heads=3, head=5, rows=307)
+HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
+# These read rounded results of other functions: they have errors of two or three roundings.
+FURTHER = {
+    "attention_backward_input": 4,
+    "matmul_bias": 2,  # a product, and a sum where no epilogue makes it
+}
+# Of the fused kernels: float32 results come from rounded operands, too.
+OPERANDS = {
+    "attention_forward y": 2,
+    "attention_block_forward y": 1,
+    "attention_merge y": 1,
+    "attention_delta": 1,
+    "attention_block_backward dq": 2,
+    "attention_block_backward dk": 2,
+    "attention_block_backward dv": 1,
+}
 ADAMW = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
@@ -62,23 +78,42 @@ class Inputs:
         return self.ops.asarray(self.rng.integers(0, high, shape))
 
 
-def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5, rounded=None):
-    """Return name -> result of every array function (in-place ones: what they changed)."""
-    make = Inputs(ops, seed, rounded)
-    return {
-        **_basics(ops, make, sizes),
-        **_products(ops, make, sizes),
-        **_norm(ops, make, sizes),
-        **_attention(ops, make, sizes, kind),
-        **_embeddings(ops, make, sizes),
-        **_loss(ops, make, sizes),
-        **_updates(ops, make, sizes),
-        **_llama(ops, make, sizes),
-        **_experts(ops, make, sizes),
-    }
+def call_every_op(ops, sizes=SMALL, kind="increasing", seed=5, rounded=None, only=None):
+    """Return name -> result of every array function (in-place ones: what they changed).
+
+    only: those of one of the functions below.
+    """
+    make, found = Inputs(ops, seed, rounded), {}
+    for part in PARTS if only is None else [only]:
+        found |= part(ops, make, sizes, kind) if part is attention else part(ops, make, sizes)
+    return found
 
 
-def _basics(ops, make, sizes):
+def relative(got, expected):
+    """Norm of the error relative to the norm of the expected result; NaN counts as infinite."""
+    got, expected = np.asarray(got, np.float64), np.asarray(expected, np.float64)
+    infinite = np.isinf(expected) & (got == expected)
+    got, expected = (np.where(infinite, 0, x) for x in (got, expected))
+    error = np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30)
+    return np.inf if np.isnan(error) else error
+
+
+def check_every_op(ops, sizes, close, further=(), **options):
+    """Compare with float64 on the same numbers, within the roundings of each function.
+
+    close(result, expected, tolerance beside the roundings, name) raises an error. further: name ->
+    roundings of functions that have more than FURTHER says, or any in float32.
+    """
+    expected = call_every_op(plain("float64"), sizes, rounded=ops.dtype, **options)
+    for name, value in call_every_op(ops, sizes, **options).items():
+        is_narrow = getattr(value, "dtype", None) == ops.dtype
+        roundings = (FURTHER | dict(further)).get(name, 1 if is_narrow else 0)
+        unit = HALF_UNIT.get(ops.dtype.name, 0)
+        on_host = value if isinstance(value, float) else ops.to_host(value).astype(np.float64)
+        close(on_host, expected[name], roundings * unit, name)
+
+
+def basics(ops, make, sizes):
     x, y = make.real(sizes.batch, sizes.width), make.real(sizes.batch, sizes.width)
     grad, larger = make.sums(sizes.batch, sizes.width), make.real(3, *x.shape)
     copied, filled = ops.zeros(larger.shape), ops.empty((sizes.inner,), label="buffers")
@@ -91,7 +126,7 @@ def _basics(ops, make, sizes):
     return out
 
 
-def _products(ops, make, sizes):
+def products(ops, make, sizes):
     x = make.real(sizes.batch, sizes.tokens, sizes.width)
     dy = make.real(sizes.batch, sizes.tokens, sizes.inner)
     w, dw = make.real(sizes.width, sizes.inner), make.sums(sizes.width, sizes.inner)
@@ -120,7 +155,7 @@ def _products(ops, make, sizes):
     return out | {"bias_backward_weight": db, "bias_forward": ops.bias_forward(dy, b)}
 
 
-def _norm(ops, make, sizes):
+def norm(ops, make, sizes):
     x = make.real(sizes.batch, sizes.tokens, sizes.width)
     dy, dw, db = make.real(*x.shape), make.sums(sizes.width), make.sums(sizes.width)
     w, b = make.real(sizes.width), make.real(sizes.width)
@@ -149,7 +184,7 @@ def _norm(ops, make, sizes):
     }
 
 
-def _attention(ops, make, sizes, kind):
+def attention(ops, make, sizes, kind):
     """Both forms of attention over one sequence; every token sees itself, as in training."""
     qkv = make.real(sizes.batch, sizes.tokens, 3, sizes.heads, sizes.head)
     q, k, v = parts(qkv)
@@ -161,11 +196,11 @@ def _attention(ops, make, sizes, kind):
     return (
         {"attention_forward y": y, "attention_backward_input": dqkv}
         | kept
-        | _attention_in_blocks(ops, make, sizes)
+        | attention_in_blocks(ops, make, sizes)
     )
 
 
-def _attention_in_blocks(ops, make, sizes):
+def attention_in_blocks(ops, make, sizes):
     """Attention with two query heads per key head, fewer queries than keys; query 0 sees none."""
     batch, keys, kv_heads, width = sizes.batch, sizes.tokens, sizes.heads, sizes.head
     queries = keys - 2
@@ -189,7 +224,7 @@ def _attention_in_blocks(ops, make, sizes):
     }
 
 
-def _embeddings(ops, make, sizes):
+def embeddings(ops, make, sizes):
     ids = make.ids(3 * sizes.rows, sizes.batch, sizes.tokens)  # some belong to other shards
     table, dtable = make.real(sizes.rows, sizes.width), make.sums(sizes.rows, sizes.width)
     places, dplaces = make.real(sizes.tokens, sizes.width), make.sums(sizes.tokens, sizes.width)
@@ -206,7 +241,7 @@ def _embeddings(ops, make, sizes):
     }
 
 
-def _loss(ops, make, sizes):
+def loss(ops, make, sizes):
     count, start = sizes.batch * sizes.tokens, sizes.rows
     num_valid = start + sizes.rows - 2  # the last two columns are padding
     logits = make.real(count, sizes.rows)
@@ -226,7 +261,7 @@ def _loss(ops, make, sizes):
     }
 
 
-def _updates(ops, make, sizes):
+def updates(ops, make, sizes):
     size = sizes.width * sizes.inner
     data, grad, m, v = make.sums(size), make.sums(size), make.sums(size), make.positive(size)
     plain_data = make.sums(size)
@@ -249,7 +284,7 @@ def runs_of(size):
     return [(number % 2 == 0, slice(*pair)) for number, pair in enumerate(pairwise(edges))]
 
 
-def _llama(ops, make, sizes):
+def llama(ops, make, sizes):
     """SwiGLU, and rotations of the first heads of an array, whose last head stays as it is."""
     h = make.real(sizes.batch, sizes.tokens, 2, sizes.inner)
     dh, again = ops.swiglu_backward_input(make.real(*h.shape[:2], sizes.inner), h)
@@ -272,7 +307,7 @@ def _llama(ops, make, sizes):
     return out
 
 
-def _experts(ops, make, sizes):
+def experts(ops, make, sizes):
     """Five experts, one of which gets no row; many logits are equal."""
     tokens, rows, chosen = sizes.tokens, 3 * sizes.tokens, 3
     counts = [tokens, 0, 1, rows - tokens - 2, 1]
@@ -331,6 +366,9 @@ def _experts(ops, make, sizes):
         "embedding_forward of none": ops.embedding_forward(make.ids(3, 0), whole, 0),
         "combine_rows of none": ops.combine_rows(none),
     }
+
+
+PARTS = (basics, products, norm, attention, embeddings, loss, updates, llama, experts)
 
 
 def numeric_gradient(function, x, step=3e-5):

@@ -1,15 +1,16 @@
 """The GEMM ladder as data: the instantiation, grid, block and shared memory of each rung.
 
 The first five rungs are the sources beside this file, to study; the sixth is the kernel of
-`mpipar/ops/cuda` that trains. Layouts as in `mpipar.ops.cuda.gemm_tile`.
+`mpipar/ops/cuda` that trains. Layouts as in `mpipar.ops.cuda.gemm`.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mpipar.ops.cuda import gemm_tile, kernels
-from mpipar.ops.cuda.gemm_tile import Gemm
+from mpipar.ops.cuda import gemm as own
+from mpipar.ops.cuda import kernels
+from mpipar.ops.cuda.gemm import Gemm
 
 FOLDERS = (Path(__file__).parent, kernels.FOLDER)  # of the sources
 
@@ -31,7 +32,7 @@ RUNGS = {
     "register": Rung("BM BN BK TM TN", (64, 64, 8, 8, 4), True),
     "vector": Rung("BM BN BK TM TN", (128, 128, 8, 8, 8), False),
     "warp": Rung("BM BN BK WM WN", (128, 128, 8, 64, 32), False),
-    "mma": Rung(gemm_tile.PARAMETERS, gemm_tile.LARGE, True),
+    "mma": Rung(own.PARAMETERS, own.LARGE, True),
 }
 
 
@@ -48,9 +49,9 @@ def gemm(
     assert len(tiles) == len(kind.tiles.split()), (rung, tiles)
     assert kind.typed or dtype == (out_dtype or dtype) == "float32", (rung, dtype, out_dtype)
     if rung == "mma":
-        return gemm_tile.gemm(layout, dtype, out_dtype, tiles)
+        return own.gemm(layout, dtype, out_dtype, tiles)
     types = (dtype, out_dtype or dtype) if kind.typed else ()
-    name = gemm_tile.template(f"gemm_{rung}", types, layout, tiles)
+    name = own.template(f"gemm_{rung}", types, layout, tiles)
     size = dict(zip(kind.tiles.split(), tiles, strict=True))
     return Gemm(f"gemm_{rung}.cu", name, *_block(rung, size), shared_bytes=0)
 

@@ -1,17 +1,19 @@
-"""Tiled causal attention as functions of device arrays: the scores are never in memory.
+"""Causal attention on a GPU in tiles, which keep two numbers per query: no score is in memory.
 
 float32 arrays use plain multiply-adds, bfloat16 and float16 use tensor cores. Sums and `stats` are
-float32. Letters as in `array_ops`. d is at most MOST_WIDTH, and Hkv may be any divisor of H.
+float32. Letters as in `array_ops`. If heads are wider than MOST_WIDTH, the plain formula with whole
+scores is used; there, scores are float32 until they are probabilities.
 """
 
 from collections.abc import Sequence
 from math import ceil
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from mpipar.ops.cuda.kernels import C_TYPES, Loader
+from mpipar.ops.cuda.kernels import C_TYPES
+from mpipar.ops.cupy_ops import CupyOps
 from mpipar.ops.signature import Array, Shape, ThreeArrays
 
 # Bytes of an element: kernel: width of a tile: its rows, its columns, and the number of blocks for
@@ -83,21 +85,37 @@ def delta_name(y_dtype: str, dtype: str) -> str:
     return f"flash_delta<{C_TYPES[y_dtype]}, {C_TYPES[dtype]}, {DELTA_THREADS}>"
 
 
-class Attention:
-    """The kernels through one loader; results are new arrays of `xp` unless stated otherwise."""
+class AttentionOps(CupyOps):
+    """The functions of attention, each of which is one kernel or a few."""
 
-    def __init__(self, xp: ModuleType, loader: Loader) -> None:
-        self._xp, self._loader = xp, loader
+    tiled_head_width = MOST_WIDTH
 
-    def forward(
-        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, wide: bool = False
+    def attention_forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
+    ) -> tuple[Array, Any]:
+        """Return (y, saved): y itself and stats (B, H, Tq, 2), or probs (B, H, Tq, Tk)."""
+        if q.shape[-1] > self.tiled_head_width:
+            return super().attention_forward(q, k, v, q_pos, k_pos)
+        saved = self._forward_tiles(q, k, v, q_pos, k_pos, q.dtype)
+        return saved[0], saved
+
+    def attention_block_forward(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Array]:
-        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) of q (B, Tq, H, d), k, v (B, Tk, Hkv, d).
+        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)) over these keys; y = 0 without keys."""
+        if q.shape[-1] > self.tiled_head_width:
+            return super().attention_block_forward(q, k, v, q_pos, k_pos)
+        return self._forward_tiles(q, k, v, q_pos, k_pos, np.float32)
+
+    def _forward_tiles(
+        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, dtype: DTypeLike
+    ) -> tuple[Array, Array]:
+        """Return (y (B, Tq, H, d) in a type, stats (B, H, Tq, 2)).
 
         Views of a packed (B, T, 3, H, d) array are taken as they are, and so are the first keys of
-        a longer array. wide: y is float32, whatever the type of q.
+        a longer array.
         """
-        y = self._xp.empty(q.shape, np.float32 if wide else q.dtype)
+        y = self.xp.empty(q.shape, dtype)
         stats = self._row_values(q, 2)
         sizes, arrays = self._arguments(q, k, v)
         chosen = tile("flash_forward", q.dtype.name, q.shape[-1])
@@ -109,18 +127,18 @@ class Attention:
             self._ids(q_pos),
             self._ids(k_pos),
             q.shape[-1] ** -0.5,
-            int(wide),
+            int(y.dtype == np.float32),
             y,
             stats,
         )
         return y, stats
 
-    def delta(self, dy: Array, y: Array) -> Array:
+    def attention_delta(self, dy: Array, y: Array) -> Array:
         """Return delta (B, H, Tq), the sum of dy y over a head; y of dy's type or float32."""
         batch, queries, heads, width = y.shape
         delta, rows = self._row_values(y), batch * queries * heads
-        y, dy = self._xp.ascontiguousarray(y), self._xp.ascontiguousarray(dy)
-        self._loader.launch(
+        y, dy = self._whole(y), self._whole(dy)
+        self.loader.launch(
             "flash_backward.cu",
             delta_name(y.dtype.name, dy.dtype.name),
             (ceil(rows / (DELTA_THREADS // 32)),),
@@ -129,7 +147,27 @@ class Attention:
         )
         return delta
 
-    def backward(
+    def attention_backward_input(
+        self,
+        dy: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        saved: Any,
+        q_pos: Array,
+        k_pos: Array,
+        *,
+        out: ThreeArrays | None = None,
+    ) -> ThreeArrays:
+        """Return (dq, dk, dv), written to the three arrays `out` if they are given."""
+        if q.shape[-1] > self.tiled_head_width:
+            return super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos, out=out)
+        results = out or tuple(self.xp.empty(x.shape, x.dtype) for x in (q, k, v))
+        y, stats = saved
+        delta = self.attention_delta(dy, y)
+        return self._backward_tiles(dy, (q, k, v), stats, delta, (q_pos, k_pos), results)
+
+    def attention_block_backward(
         self,
         dy: Array,
         q: Array,
@@ -140,21 +178,36 @@ class Attention:
         *,
         q_pos: Array,
         k_pos: Array,
-        out: Sequence[Array] | None = None,
     ) -> ThreeArrays:
-        """Return (dq, dk, dv) in float32, given what `forward` and `delta` returned.
+        """Return the parts of (dq, dk, dv) due to these keys; stats and delta are over all keys."""
+        if q.shape[-1] > self.tiled_head_width:
+            return super().attention_block_backward(
+                dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos
+            )
+        results = tuple(self.xp.empty(x.shape, np.float32) for x in (q, k, v))
+        return self._backward_tiles(dy, (q, k, v), stats, delta, (q_pos, k_pos), results)
 
-        out: three arrays to write to instead, of q's type or of float32. They may be views of a
-        packed array.
+    def _backward_tiles(
+        self,
+        dy: Array,
+        qkv: ThreeArrays,
+        stats: Array,
+        delta: Array,
+        positions: tuple[Array, Array],
+        results: Sequence[Array],
+    ) -> ThreeArrays:
+        """Write (dq, dk, dv) to `results`, of q's type or of float32, and return them.
+
+        They may be views of a packed array.
         """
-        results = out or tuple(self._xp.empty(x.shape, np.float32) for x in (q, k, v))
+        q, k, _ = qkv
         wide = int(results[0].dtype == np.float32)
         (dq,), dq_stride, _ = self._alike(True, results[0])
         (dk, dv), dkv_stride, _ = self._alike(True, *results[1:])
-        sizes, arrays = self._arguments(q, k, v)
+        sizes, arrays = self._arguments(*qkv)
         (batch, queries, heads, width), factor = q.shape, q.shape[-1] ** -0.5
         chosen = tile("flash_backward", q.dtype.name, width)
-        parts = self._xp.empty(parts_shape(q, k), np.float32)
+        parts = self.xp.empty(parts_shape(q, k), np.float32)
         self._start(
             chosen,
             len(parts) * batch * k.shape[2],
@@ -162,11 +215,10 @@ class Attention:
             dkv_stride,
             len(parts),
             *arrays,
-            self._xp.ascontiguousarray(dy),
-            self._ids(q_pos),
-            self._ids(k_pos),
+            self._whole(dy),
+            *map(self._ids, positions),
             factor,
-            *map(self._xp.ascontiguousarray, (stats, delta)),
+            *map(self._whole, (stats, delta)),
             wide,
             parts,
             dk,
@@ -193,11 +245,11 @@ class Attention:
     def _row_values(self, q: Array, *more: int) -> Array:
         """Return uninitialised float32 numbers for each row of each head, (B, H, Tq, ...)."""
         batch, queries, heads, _ = q.shape
-        return self._xp.empty((batch, heads, queries, *more), np.float32)
+        return self.xp.empty((batch, heads, queries, *more), np.float32)
 
     def _start(self, chosen: Tile, blocks: int, *arguments: Any) -> None:
         """Start a kernel with two threads for each row of its tile: a warp has 16 rows."""
-        self._loader.launch(
+        self.loader.launch(
             chosen.file, chosen.name, (blocks,), (2 * chosen.rows,), arguments, chosen.shared_bytes
         )
 
@@ -226,11 +278,7 @@ class Attention:
         if whole:
             apart = tokens * row
         if any(x.strides != (apart, row, width * item, item) for x in arrays):
-            arrays = tuple(self._xp.ascontiguousarray(x) for x in arrays)
+            arrays = tuple(self._whole(x) for x in arrays)
             row = heads * width * item
             apart = tokens * row
         return arrays, row // item, apart // item
-
-    def _ids(self, x: Array) -> Array:
-        assert x.dtype == np.int64, x.dtype
-        return self._xp.ascontiguousarray(x)

@@ -1,16 +1,15 @@
-"""Embeddings as functions of device arrays: lookups, and gradients summed without atomics.
+"""Embeddings on a GPU: lookups, and gradients summed without atomics.
 
 Every run gives the same bits, and nothing is read from the device. Letters: V rows of a table, D
 its columns.
 """
 
 from math import ceil
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from mpipar.ops.cuda.kernels import C_TYPES, Loader
+from mpipar.ops.cuda.kernels import C_TYPES, KernelOps
 from mpipar.ops.signature import Array
 
 FILE = "embedding.cu"
@@ -38,31 +37,29 @@ def names(dtype: str) -> tuple[str, ...]:
 NAMES = {dtype: names(dtype) for dtype in TYPES}
 
 
-class Embedding:
-    """The kernels through one loader. Gradients are float32, or float64 if all numbers are."""
+class EmbeddingOps(KernelOps):
+    """The functions of embeddings. Plain CuPy would read masks on the host, and sum by atomics.
 
-    def __init__(self, xp: ModuleType, loader: Loader) -> None:
-        self._xp, self._loader = xp, loader
+    Gradients are float32, or float64 if all numbers are.
+    """
 
-    def forward(self, ids: Array, table: Array, start: int) -> Array:
+    def embedding_forward(self, ids: Array, table: Array, start: int) -> Array:
         """Return table[ids - start] (..., D), zeros where an id belongs to another shard."""
-        y = self._xp.empty((*ids.shape, table.shape[1]), table.dtype)
-        self._rows(0, y, self._ids(ids), table, np.int64(start), np.int64(len(table)), y)
+        y = self.xp.empty((*ids.shape, table.shape[1]), table.dtype)
+        self._embed(0, y, self._ids(ids), table, np.int64(start), np.int64(len(table)), y)
         return y
 
     def position_forward(self, x: Array, positions: Array, table: Array) -> Array:
         """Return x (B, T, D) + table[positions], positions (T,) or (B, T)."""
         assert x.dtype == table.dtype, (x.dtype, table.dtype)
-        y = self._xp.empty(x.shape, x.dtype)
-        self._rows(
-            1, y, positions.size, self._ids(positions), table, self._xp.ascontiguousarray(x), y
-        )
+        y = self.xp.empty(x.shape, x.dtype)
+        self._embed(1, y, positions.size, self._ids(positions), table, self._whole(x), y)
         return y
 
-    def _rows(self, kernel: int, y: Array, *arguments: Any) -> None:
+    def _embed(self, kernel: int, y: Array, *arguments: Any) -> None:
         """Start a kernel with a block for each row of y (..., D)."""
         if y.size:
-            self._loader.launch(
+            self.loader.launch(
                 FILE,
                 NAMES[y.dtype.name][kernel],
                 (y.size // y.shape[-1],),
@@ -70,18 +67,20 @@ class Embedding:
                 (y.shape[-1], *arguments),
             )
 
-    def backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
-        """Add each row of dy (..., D) to its id's row of dtable (V, D).
+    def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
+        """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
+        self.embedding_backward_weight(positions, dy, dtable, 0)
 
-        ids: of all rows of dy, or of the rows of each of its sequences. Ids of other shards are
-        ignored.
+    def embedding_backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
+        """Add each row of dy (..., D) to its id's row of dtable, if this shard holds it.
+
+        ids: of all rows of dy, or of the rows of each of its sequences.
         """
         n, columns = ids.size, dy.shape[-1]
         if dy.size == 0:
             return
-        assert dtable.flags.c_contiguous, (dtable.shape, dtable.strides)
-        ids, dy = self._ids(ids), self._xp.ascontiguousarray(dy)
-        self._loader.launch(
+        ids, dy = self._ids(ids), self._whole(dy)
+        self.loader.launch(
             FILE,
             NAMES[dy.dtype.name][2],
             (n, ceil(columns * dy.itemsize / SUM_BYTES)),
@@ -95,7 +94,7 @@ class Embedding:
                 dy,
                 np.int64(start),
                 np.int64(len(dtable)),
-                dtable,
+                self._in_place(dtable),
             ),
         )
 
@@ -103,14 +102,10 @@ class Embedding:
         """Return the places of the ids in ascending order; equal ids keep their order."""
         n, length = ids.size, SORT_THREADS
         grid, block = (ceil(n / SORT_THREADS),), (SORT_THREADS,)
-        order = self._xp.empty((n,), np.int32)
-        self._loader.launch(FILE, SORT, grid, block, (n, ids, order))
+        order = self.xp.empty((n,), np.int32)
+        self.loader.launch(FILE, SORT, grid, block, (n, ids, order))
         while length < n:
-            merged = self._xp.empty((n,), np.int32)
-            self._loader.launch(FILE, MERGE, grid, block, (n, length, ids, order, merged))
+            merged = self.xp.empty((n,), np.int32)
+            self.loader.launch(FILE, MERGE, grid, block, (n, length, ids, order, merged))
             order, length = merged, 2 * length
         return order
-
-    def _ids(self, x: Array) -> Array:
-        assert x.dtype == np.int64, x.dtype
-        return self._xp.ascontiguousarray(x)

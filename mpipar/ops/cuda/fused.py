@@ -1,18 +1,29 @@
-"""The fused kernels between the products, as functions of device arrays.
+"""The array functions on a GPU in fused kernels: `--kernels fused`, the default of `--device cuda`.
 
-The type of the arrays selects the kernel: float32, bfloat16 or float16. Statistics, partial sums
-and AdamW's buffers are float32. Letters: N rows (the leading dimensions), D columns, V columns of a
-vocabulary shard. Sums over rows go through slabs, not atomics, so every run gives the same bits.
+Products and embeddings are those of `cupy_ops`. Every chain of elementwise functions and sums
+between them is one kernel. The type of the arrays selects it: float32, bfloat16 or float16. Kernels
+read and round 16-bit operands themselves, and compute in float32. There are none for float64.
+
+Statistics, partial sums and AdamW's buffers are float32. Letters: N rows (the leading dimensions),
+D columns, V columns of a vocabulary shard. Sums over rows go through slabs, not atomics, so every
+run gives the same bits.
 """
 
+# The formulas of `ArrayOps` also take `out`, which only the loop over tiles passes to them.
+# mypy: disable-error-code="override"
+
 from math import ceil
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from mpipar.ops.array_ops import valid_columns
-from mpipar.ops.cuda.kernels import C_TYPES, Loader
+from mpipar.ops.arrays import as_rows
+from mpipar.ops.cuda.attention import AttentionOps
+from mpipar.ops.cuda.epilogues import Epilogues
+from mpipar.ops.cuda.kernels import C_TYPES, OLDEST_DEVICE
+from mpipar.ops.cupy_ops import CupyOps
+from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.signature import Array, Runs, ThreeArrays
 
 ROW_THREADS = 128  # threads that share a long row
@@ -37,28 +48,53 @@ def by_row(kernel: str, dtype: str) -> str:
     return f"{kernel}<{C_TYPES[dtype]}, {ROW_THREADS}>"
 
 
-class Fused:
-    """The kernels through one loader; results are new arrays of `xp` unless stated otherwise."""
+class FusedOps(AttentionOps):
+    """The array functions of `CupyOps` in float32; kernels replace the plain ones."""
 
-    def __init__(self, xp: ModuleType, loader: Loader) -> None:
-        self._xp, self._loader = xp, loader
-        self._done = xp.zeros((0,), np.int32)  # see columns.cuh
+    oldest_device = OLDEST_DEVICE
+
+    def __init__(self, gemm: str = "blas", host_rank: int = 0) -> None:
+        super().__init__("float32", gemm, host_rank)
+        self._done = self.xp.zeros((0,), np.int32)  # see columns.cuh
         self._tables: dict[bytes, Array] = {}  # of AdamW, by their contents
+        self._epilogues = (
+            Epilogues(self.xp, self._blas, speaks=host_rank == 0) if gemm == "blas" else None
+        )
+
+    # Products with what follows them, where cuBLASLt has both as one function.
+
+    def matmul_bias(self, x: Array, w: Array, b: Array | None) -> Array:
+        """Return x w (..., M), plus b if there is one."""
+        if b is not None and self._epilogues is not None:
+            y = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
+            if self._epilogues.with_bias(as_rows(x), w, as_rows(y), self._whole(b)):
+                return y
+            del y
+        return super().matmul_bias(x, w, b)
+
+    def matmul_tn_add_sums(self, x: Array, y: Array, out: Array, sums: Array | None) -> None:
+        """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,)."""
+        if sums is not None and self._epilogues is not None:
+            made = self.xp.empty(sums.shape, sums.dtype)  # which the product's kernel overwrites
+            if self._epilogues.with_sums(as_rows(x).T, as_rows(y), out, made):
+                self.accumulate(sums, made)
+                return
+        super().matmul_tn_add_sums(x, y, out, sums)
+
+    # How kernels are started.
 
     def _elements(
         self, file: str, name: str, count: int, *arguments: Any, each: int = ELEMENTS
     ) -> None:
         """Start a kernel whose threads share `count` elements, `each` elements per thread."""
         blocks = min(max(1, ceil(count / (ELEMENT_THREADS * each))), MOST_BLOCKS)
-        self._loader.launch(
-            file, name, (blocks,), (ELEMENT_THREADS,), (np.int64(count), *arguments)
-        )
+        self.loader.launch(file, name, (blocks,), (ELEMENT_THREADS,), (np.int64(count), *arguments))
 
     def _rows(self, file: str, kernel: str, x: Array, *arguments: Any) -> None:
         """Start a kernel with a block for each row of x (..., D)."""
         rows = x.size // max(1, x.shape[-1])
         if rows:
-            self._loader.launch(
+            self.loader.launch(
                 file,
                 by_row(kernel, x.dtype.name),
                 (rows,),
@@ -74,7 +110,7 @@ class Fused:
 
     def _by_warp(self, file: str, kernel: str, x: Array, rows: int, *arguments: Any) -> None:
         """Start a kernel of the type of x with a warp for each of the rows."""
-        self._loader.launch(
+        self.loader.launch(
             file,
             by_type(kernel, x.dtype.name),
             (ceil(rows / WARPS),),
@@ -86,14 +122,14 @@ class Fused:
 
     def gelu_forward(self, x: Array) -> Array:
         """Return the tanh form of GELU of x."""
-        x, y = self._whole(x), self._xp.empty(x.shape, x.dtype)
+        x, y = self._whole(x), self.xp.empty(x.shape, x.dtype)
         self._elements("gelu.cu", by_type("gelu_forward", x.dtype.name), x.size, x, y)
         return y
 
     def gelu_backward_input(self, dy: Array, x: Array) -> Array:
         """Return dx = dy GELU'(x)."""
         assert (dy.shape, dy.dtype) == (x.shape, x.dtype), (dy.shape, x.shape)
-        dy, x, dx = self._whole(dy), self._whole(x), self._xp.empty(x.shape, x.dtype)
+        dy, x, dx = self._whole(dy), self._whole(x), self.xp.empty(x.shape, x.dtype)
         self._elements("gelu.cu", by_type("gelu_backward", x.dtype.name), x.size, dy, x, dx)
         return dx
 
@@ -101,7 +137,7 @@ class Fused:
 
     def swiglu_forward(self, h: Array) -> Array:
         """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
-        h, y = self._whole(h), self._xp.empty((*h.shape[:-2], h.shape[-1]), h.dtype)
+        h, y = self._whole(h), self.xp.empty((*h.shape[:-2], h.shape[-1]), h.dtype)
         self._warps("swiglu.cu", "swiglu_forward", y, h, y)
         return y
 
@@ -109,7 +145,7 @@ class Fused:
         """Return (dh (..., 2, F), and silu(gate) up (..., F) recomputed)."""
         assert (*dy.shape[:-1], 2, dy.shape[-1]) == h.shape, (dy.shape, h.shape)
         assert dy.dtype == h.dtype, (dy.dtype, h.dtype)
-        dh, y = self._xp.empty(h.shape, h.dtype), self._xp.empty(dy.shape, dy.dtype)
+        dh, y = self.xp.empty(h.shape, h.dtype), self.xp.empty(dy.shape, dy.dtype)
         self._warps("swiglu.cu", "swiglu_backward", y, self._whole(dy), self._whole(h), dh, y)
         return dh, y
 
@@ -166,9 +202,9 @@ class Fused:
         slabs = min(ceil(rows / SLAB_ROWS), MOST_SLABS)
         strips = ceil(columns * x.itemsize / STRIP_BYTES)
         if self._done.size < strips:
-            self._done = self._xp.zeros((strips,), np.int32)
-        partial = self._xp.empty((len(outs), slabs, columns), np.float32)
-        self._loader.launch(
+            self._done = self.xp.zeros((strips,), np.int32)
+        partial = self.xp.empty((len(outs), slabs, columns), np.float32)
+        self.loader.launch(
             file,
             name,
             (strips, slabs),
@@ -233,7 +269,7 @@ class Fused:
         statistics: tuple[Array, ...],
         around: Array | None,
     ) -> Array:
-        dx = self._xp.empty(x.shape, x.dtype)
+        dx = self.xp.empty(x.shape, x.dtype)
         more = NULL if around is None else self._whole(around)
         self._warps("norm.cu", kernel, x, self._whole(dy), self._whole(x), w, *statistics, more, dx)
         return dx
@@ -241,8 +277,8 @@ class Fused:
     def _results(self, x: Array, statistics: int) -> tuple[Array, ...]:
         """Return empty arrays: one like x (..., D), and as many (...) in float32."""
         return (
-            self._xp.empty(x.shape, x.dtype),
-            *(self._xp.empty(x.shape[:-1], np.float32) for _ in range(statistics)),
+            self.xp.empty(x.shape, x.dtype),
+            *(self.xp.empty(x.shape[:-1], np.float32) for _ in range(statistics)),
         )
 
     # Cross-entropy over a vocabulary shard.
@@ -255,7 +291,7 @@ class Fused:
         logits (N, V), targets (N,) int64.
         """
         valid = valid_columns(logits, start, num_valid)
-        stats = self._xp.empty((logits.shape[0], 3), np.float32)
+        stats = self.xp.empty((logits.shape[0], 3), np.float32)
         self._rows(
             "cross_entropy.cu",
             "cross_entropy_stats",
@@ -275,7 +311,7 @@ class Fused:
         """
         shards, rows, _ = stats.shape
         assert stats.dtype == np.float32, stats.dtype
-        loss, sums = (self._xp.empty(shape, np.float32) for shape in ((rows,), (rows, 2)))
+        loss, sums = (self.xp.empty(shape, np.float32) for shape in ((rows,), (rows, 2)))
         self._elements(
             "cross_entropy.cu",
             "cross_entropy_combine",
@@ -309,12 +345,9 @@ class Fused:
         )
         return logits
 
-    # Softmax of attention's scores.
+    # Softmax of attention's scores, of heads that are too wide for a tile.
 
-    def causal_softmax_forward(
-        self, scores: Array, q_pos: Array, k_pos: Array, factor: float
-    ) -> None:
-        """Write softmax of factor scores (..., Tq, Tk) over the visible keys over scores."""
+    def _causal_softmax(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:
         self._rows(
             "softmax.cu",
             "causal_softmax_forward",
@@ -325,18 +358,18 @@ class Fused:
             float(factor),
             self._in_place(scores),
         )
+        return scores
 
-    def causal_softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> None:
-        """Write the gradient of the scores (..., Tq, Tk) over dprobs."""
-        assert probs.dtype == dprobs.dtype, (probs.dtype, dprobs.dtype)
+    def _softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> Array:
         self._rows(
             "softmax.cu",
             "causal_softmax_backward",
-            probs,
+            dprobs,
             float(factor),
-            self._whole(probs),
+            self._whole(probs.astype(np.float32, copy=False)),
             self._in_place(dprobs),
         )
+        return dprobs
 
     # Updates.
 
@@ -380,7 +413,7 @@ class Fused:
         )
         name = "adamw" if copy is None else by_type("adamw_with_copy", copy.dtype.name)
         copies = () if copy is None else (self._in_place(copy),)
-        self._loader.launch(
+        self.loader.launch(
             "adamw.cu",
             name,
             (blocks, len(runs)),
@@ -392,20 +425,11 @@ class Fused:
         """Return a table on the device, where it is kept: every step uses the same ones."""
         key = table.tobytes()
         if key not in self._tables:
-            self._tables[key] = self._xp.asarray(table)
+            self._tables[key] = self.xp.asarray(table)
         return self._tables[key]
 
-    # What a kernel can take.
-
-    def _whole(self, x: Array) -> Array:
-        """Return x, or a copy if there are gaps between its elements."""
-        return self._xp.ascontiguousarray(x)
-
-    def _ids(self, x: Array) -> Array:
-        assert x.dtype == np.int64, x.dtype
-        return self._whole(x)
-
-    @staticmethod
-    def _in_place(x: Array) -> Array:
-        assert x.flags.c_contiguous, (x.shape, x.strides)
-        return x
+    # Every function that a kernel here computes takes 16-bit operands as they are.
+    takes_16_bits = (
+        *CupyOps.takes_16_bits,
+        *(FUNCTIONS.keys() & {*vars(), *vars(AttentionOps)}),
+    )

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops.signature import Shape
+from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.signature import Array, Shape
 
 FOLDER = Path(__file__).parent
 # The kernels' names for NumPy's types.
@@ -133,3 +134,22 @@ class Loader:
 def num_processors(xp: ModuleType) -> int:
     """Return the number of streaming multiprocessors of the current device."""
     return int(xp.cuda.Device().attributes["MultiProcessorCount"])
+
+
+class KernelOps(ArrayOps):
+    """Array functions of a device, some of them by kernels that `loader` starts."""
+
+    loader: Loader
+
+    def _whole(self, x: Array) -> Array:
+        """Return x, or a copy if there are gaps between its elements."""
+        return self.xp.ascontiguousarray(x)
+
+    def _ids(self, x: Array) -> Array:
+        assert x.dtype == np.int64, x.dtype
+        return self._whole(x)
+
+    @staticmethod
+    def _in_place(x: Array) -> Array:
+        assert x.flags.c_contiguous, (x.shape, x.strides)
+        return x

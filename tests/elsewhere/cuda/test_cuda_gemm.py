@@ -7,7 +7,7 @@ from cuda_host import run_kernel, run_sanitized
 from cuda_kernels import KERNELS
 
 from bench.kernels import rungs
-from mpipar.ops.cuda import gemm_tile
+from mpipar.ops.cuda import gemm as own
 from mpipar.ops.cuda.kernels import Loader
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -21,8 +21,8 @@ SMALL = {
     "warp": (64, 32, 4, 32, 16),
     "mma": (32, 32, 16, 16, 32, 2),
 }
-OTHER = {"mma": [gemm_tile.SMALL]}  # besides the default tiles
-ALL_LAYOUTS = (*gemm_tile.LAYOUTS, "TT")
+OTHER = {"mma": [own.SMALL]}  # besides the default tiles
+ALL_LAYOUTS = (*own.LAYOUTS, "TT")
 TYPES = [(rung, "float32", "float32") for rung in SMALL if rung != "mma"] + [
     ("mma", "bfloat16", "bfloat16"),
     ("mma", "bfloat16", "float32"),
@@ -84,7 +84,7 @@ class Product:
         return [
             kernel.file,
             kernel.name,
-            gemm_tile.grid(kernel, self.m, self.n),
+            own.grid(kernel, self.m, self.n),
             kernel.block,
             self.arguments(),
             kernel.shared_bytes,
@@ -126,7 +126,7 @@ def test_every_instantiation_that_is_used(rng, file):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", gemm_tile.LAYOUTS)
+@pytest.mark.parametrize("layout", own.LAYOUTS)
 @pytest.mark.parametrize(("rung", "dtype", "out_dtype"), TYPES)
 def test_every_rung_on_a_gpu(rng, rung, dtype, out_dtype, layout):
     import cupy
@@ -146,7 +146,7 @@ def test_every_rung_on_a_gpu(rng, rung, dtype, out_dtype, layout):
 def _listed():
     """Every Gemm of the ladder with the default and the small tiles, and its case."""
     for rung, kind in rungs.RUNGS.items():
-        for layout in gemm_tile.LAYOUTS:
+        for layout in own.LAYOUTS:
             for dtype in DTYPES if kind.typed else ("float32",):
                 for out_dtype in {dtype, "float32"}:
                     for tiles in {kind.default, *OTHER.get(rung, ())}:

@@ -18,7 +18,7 @@ from mpipar.config.resolve import resolve
 from mpipar.ops import make
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda import epilogues
-from mpipar.ops.cupy_fused import FusedOps
+from mpipar.ops.cuda.fused import FusedOps
 from mpipar.ops.mixed_ops import DTYPES
 from mpipar.run.verify import step_tensors
 

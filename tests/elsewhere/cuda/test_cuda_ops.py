@@ -1,8 +1,9 @@
-"""Products of the GPU path: cuBLAS's calling rules, and the hand-written kernels.
+"""The array functions and steps of training on a GPU: products, fused kernels, plain ones, copies.
 
 Tests marked gpu run on a GPU, and in CI on the CUDA machine: the real CuPy on a CPU.
 """
 
+from dataclasses import replace
 from functools import partial
 from time import perf_counter_ns
 
@@ -11,20 +12,263 @@ import numpy as np
 import pytest
 from config_helpers import changed, check_refused, reading_of
 from helpers import assert_all_close, assert_close
-from ops_cases import LARGE, SMALL, call_every_op, plain
+from ops_cases import HALF_UNIT, LARGE, call_every_op, check_every_op, plain, relative
 
 from mpipar.comm.grid import Grid
+from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
-from mpipar.ops import make
-from mpipar.ops.cuda.gemm_tile import TileGemm, fitting
+from mpipar.ops import make, shapes_for
+from mpipar.ops.cuda.epilogues import Epilogues
+from mpipar.ops.cuda.fused import FusedOps
+from mpipar.ops.cuda.gemm import TileGemm, fitting
+from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.mixed_ops import MixedOps
 from mpipar.run.console.tables import headline
 from mpipar.run.resolve import resolve as resolve_typed
 from mpipar.run.verify import step_tensors
+from mpipar.study.explain.predict import predict
 
-BOUNDS = {"float32": 2e-6, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+BOUNDS = {"float32": 2e-6, **HALF_UNIT}
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 WAYS = ["blas", "tile"]
+SHAPE = {
+    "layers": 2,
+    "d_model": 12,
+    "heads": 3,
+    "ffn": 20,
+    "seq_len": 6,
+    "vocab_size": 17,
+    "batch_size": 4,
+    "num_microbatches": 2,
+}
+
+
+LLAMA = ARCHS["llama"] | SHAPE | {"arch": "llama", "heads": 4, "kv_heads": 2, "head_dim": 6}
+
+
+@pytest.fixture
+def traced(monkeypatch, cupy):
+    """(names of the kernels that are started, arrays of 16 bits that are widened).
+
+    Without cuBLASLt, which does some of the kernels' work: see test_cuda_machine_epilogues.py.
+    """
+    monkeypatch.setattr(Epilogues, "_multiply", lambda self, *arguments, **named: False)
+    started, widened = [], []
+    launch, wide = Loader.launch, MixedOps._wide
+    monkeypatch.setattr(
+        Loader,
+        "launch",
+        lambda self, file, name, *rest, **named: (
+            started.append(name.split("<")[0]),
+            launch(self, file, name, *rest, **named),
+        ),
+    )
+    monkeypatch.setattr(
+        MixedOps,
+        "_wide",
+        lambda self, x: (
+            widened.append(x) if getattr(x, "dtype", None) == self.dtype else None,
+            wide(self, x),
+        )[1],
+    )
+    return started, widened
+
+
+@pytest.fixture(params=["in tiles", "whole scores"])
+def attention(request, monkeypatch):
+    """Attention in both ways: with heads that fit a tile, and as if none did."""
+    if request.param == "whole scores":
+        monkeypatch.setattr(FusedOps, "tiled_head_width", 0)
+    return request.param
+
+
+@pytest.mark.parametrize("kind", ["increasing", "shuffled", "ties"])
+@pytest.mark.parametrize(
+    ("dtype", "kernels", "tol"),
+    [("float64", "plain", 1e-11), ("float32", "plain", 2e-5), ("float32", "fused", 2e-5)],
+)
+@pytest.mark.pairs
+def test_every_function_equals_plain(cupy, attention, dtype, kernels, tol, kind):
+    def close(got, expected, _, name):
+        assert_close(got, expected, tol, name)
+
+    check_every_op(make("cuda", dtype, kernels=kernels), LARGE, close, kind=kind)
+
+
+def step(shape=SHAPE, **run):
+    """(loss, norm, gradients, weights) of one step of a small model."""
+    config, _ = resolve(changed(**shape, **run), 1)
+    return step_tensors(config, np.random.default_rng(1).integers(0, 17, 200), Grid(0))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """The same steps by NumPy's plain functions in float64, by optimizer; "rms" has that norm."""
+    steps = {name: step(dtype="float64", optimizer=name) for name in ("sgd", "adamw")}
+    return steps | {"rms": step(dtype="float64", optimizer="sgd", norm="rms")}
+
+
+def check_step(found, expected, tol):
+    """Compare all results of two steps; tol: of loss and norm, of tensors."""
+    assert found[:2] == pytest.approx(expected[:2], rel=tol[0])
+    for got, wanted in zip(found[2:], expected[2:], strict=True):
+        assert_all_close(got, wanted, tol[1])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_float32_step_is_that_of_float64(cupy, attention, exact, optimizer):
+    check_step(step(device="cuda", optimizer=optimizer), exact[optimizer], (1e-6, 1e-4))
+
+
+def test_a_float32_step_with_rmsnorm_is_that_of_float64(cupy, exact):
+    check_step(step(device="cuda", optimizer="sgd", norm="rms"), exact["rms"], (1e-6, 1e-4))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_16_bit_step_is_that_of_numpy(cupy, attention, dtype):
+    """Both round between two functions; a GPU's attention also rounds operands of its products.
+
+    These are probabilities and their gradients.
+    """
+    unit = HALF_UNIT[dtype]
+    run = {"dtype": dtype, "optimizer": "sgd"}
+    check_step(step(device="cuda", **run), step(**run), (unit, 4 * unit))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("gelu_forward", lambda ops, x: x),
+        ("matmul_tn_add_sums", lambda ops, x, y, out, sums: ops.matmul_tn_add(x, y, out)),
+        ("rmsnorm_backward_weight", lambda ops, dy, x, rstd, dw: None),
+        ("attention_backward_input", lambda ops, *rest, out: [ops.fill(x, 0) for x in out]),
+        ("cross_entropy_backward_input", lambda ops, logits, *rest: logits),
+    ],
+    ids=lambda one: one[0],
+)
+def test_a_kernel_that_is_left_out_is_seen(monkeypatch, cupy, exact, change):
+    monkeypatch.setattr(FusedOps, *change)
+    norm, wanted = ("rms", "rms") if change[0].startswith("rms") else ("layer", "sgd")
+    with pytest.raises(AssertionError):
+        check_step(step(device="cuda", optimizer="sgd", norm=norm), exact[wanted], (1e-6, 1e-4))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "norm"), [*((dtype, "layer") for dtype in DTYPES), ("bfloat16", "rms")]
+)
+def test_nothing_between_products_is_plain_or_widened(traced, attention, dtype, norm):
+    """Counts the kernels that a step starts; nothing of 16 bits is widened."""
+    started, widened = traced
+    step(device="cuda", dtype=dtype, optimizer="adamw", norm=norm)
+    microbatches, blocks = SHAPE["num_microbatches"], SHAPE["layers"]
+    kernels = {
+        "in tiles": ("flash_forward", "flash_delta", "flash_backward", "flash_dq"),
+        "whole scores": ("causal_softmax_forward", "causal_softmax_backward"),
+    }[attention]
+    norms = 2 * blocks + 1
+    once = {
+        "gelu_forward": blocks,
+        "gelu_backward": blocks,
+        "column_sums": 4 * blocks,
+        **{f"{norm}norm_{part}": norms for part in ("forward", "backward", "slabs")},
+        **dict.fromkeys(kernels, blocks),
+        "embedding_forward": 1,
+        "position_forward": 1,
+        "places_in_tiles": 2,
+        "add_rows": 2,
+        "cross_entropy_stats": 1,
+        "cross_entropy_combine": 1,
+        "cross_entropy_backward": 1,
+    }
+    counts = {name: microbatches * count for name, count in once.items()}
+    updates = "adamw" if dtype == "float32" else "adamw_with_copy"
+    counts[updates] = 1
+    assert {name: started.count(name) for name in started} == counts
+    assert widened == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
+def test_a_step_of_llama_runs_in_kernels_and_is_that_of_numpy(traced, dtype):
+    """In 16 bits both round between two functions. Nothing is widened."""
+    started, widened = traced
+    found = step(LLAMA, device="cuda", dtype=dtype, optimizer="sgd")
+    microbatches, blocks = SHAPE["num_microbatches"], SHAPE["layers"]
+    for kernel, count in (
+        ("swiglu_forward", blocks),
+        ("swiglu_backward", blocks),
+        ("rotate", 2 * blocks),
+        ("column_sums", 0),
+        ("gelu_forward", 0),
+    ):
+        assert started.count(kernel) == microbatches * count, kernel
+    assert widened == []
+    tol = 1e-4 if dtype == "float32" else 4 * BOUNDS[dtype]
+    check_step(
+        found,
+        step(LLAMA, dtype="float64" if dtype == "float32" else dtype, optimizer="sgd"),
+        (tol, tol),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shapes_are_those_of_the_fused_kernels(cupy, attention, dtype):
+    config = changed(dtype=dtype, device="cuda")
+    ops, on_shapes = make("cuda", dtype), shapes_for(config.run, None)
+    real, shapes = call_every_op(ops), call_every_op(on_shapes)
+    assert shapes.keys() == real.keys()
+    for name, value in real.items():
+        if np.shape(value):  # not of numbers, which each kind of array has in its own way
+            assert (shapes[name].shape, shapes[name].dtype) == (value.shape, value.dtype), name
+    q, positions = ops.zeros((2, 7, 4, 5)), cupy.arange(7)
+    saved, expected = (
+        one.attention_forward(*3 * [one.asarray(q)], *2 * [one.asarray(positions)])[1]
+        for one in (on_shapes, ops)
+    )
+    if attention == "in tiles":
+        (same, saved), (y, expected) = saved, expected
+        assert (same.shape, same.dtype) == (y.shape, y.dtype)
+    assert (saved.shape, saved.dtype) == (expected.shape, expected.dtype)
+
+
+def test_no_probabilities_are_predicted_on_a_gpu():
+    """3 heads attend to 64 tokens. y is kept too, because the next product reads it."""
+    shape = SHAPE | {"seq_len": 64, "vocab_size": 128}  # a table without padding
+    config, _ = resolve(changed(**shape, dtype="float32"), 1)
+    on_gpu = replace(config, run=replace(config.run, device="cuda"))
+    cpu, gpu = (predict(one, 0).peak_bytes["stash"] for one in (config, on_gpu))
+    numbers = 4 * 2 * 3 * 64 * SHAPE["layers"]  # one per query of the microbatch that is there
+    assert cpu - gpu == 64 * numbers - 2 * numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_parts_of_dq_are_predicted_on_a_gpu(dtype):
+    ops = shapes_for(changed(dtype=dtype, device="cuda").run, None)
+    q, positions = ops.zeros((2, 200, 3, 40)), ops.asarray(np.arange(200))
+    stats, delta = (ops.zeros((2, 3, 200, *more), np.float32) for more in ((2,), ()))
+    ops.reset_peak()
+    ops.attention_block_backward(q, q, q, q, stats, delta, q_pos=positions, k_pos=positions)
+    parts, padded = (4, 224) if dtype == "float32" else (2, 256)
+    assert ops.peak["buffers"] == 4 * parts * 2 * 3 * padded * 64
+    assert ops.peak["stash"] >= 3 * 4 * q.size + q.nbytes  # the results are there beside them
+
+
+def test_prediction_has_no_widened_copies_on_a_gpu():
+    """On the CPU the logits are widened for the loss: 4 bytes where the activations have 2.
+
+    So they are by plain kernels, which multiply 16 bits as they are.
+    """
+    config, _ = resolve(changed(**SHAPE | {"vocab_size": 4096}, dtype="bfloat16"), 1)
+    on_gpu = replace(config, run=replace(config.run, device="cuda"))
+    plain_gpu = replace(config, run=replace(config.run, device="cuda", kernels="plain"))
+    cpu, gpu, unfused = (predict(one, 0).peak_bytes for one in (config, on_gpu, plain_gpu))
+    wide = 4 * 4096 * 6 * 2  # logits of a microbatch of two rows of six tokens
+    assert cpu["buffers"] - gpu.get("buffers", 0) >= wide
+    assert unfused["buffers"] == gpu.get("buffers", 0) + wide
+
+
+# Products: cuBLAS's calling rules, and the hand-written kernels.
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -46,18 +290,6 @@ def test_16_bits_are_multiplied_as_they_are(rng, cupy, monkeypatch, gemm, dtype)
     assert relative(ops.to_host(dw), x.T @ y) < BOUNDS["float32"]
 
 
-def check_every_function(ops, sizes, tol):
-    expected = call_every_op(plain("float64"), sizes)
-    for name, value in call_every_op(ops, sizes).items():
-        assert_close(
-            value if isinstance(value, float) else ops.to_host(value), expected[name], tol, name
-        )
-
-
-def test_every_function_equals_plain(cupy):
-    check_every_function(make("cuda", "float32", kernels="plain"), LARGE, 2e-5)
-
-
 def test_a_checksum_is_that_of_the_plain_formula(rng, cupy):
     ops, expected = make("cuda", "float32", kernels="plain"), plain("float32")
     ops.checksum_block = expected.checksum_block
@@ -77,10 +309,6 @@ def test_a_piece_without_rows_is_a_product_too(cupy, gemm):
     assert ops.matmul(none, w).shape == (0, 6)
     ops.matmul_tn_add(none, ops.matmul(none, w), dw)
     assert ops.to_host(dw).tolist() == np.ones((8, 6)).tolist()
-
-
-def test_float64_goes_to_cublas(cupy):
-    check_every_function(make("cuda", "float64"), SMALL, 1e-12)
 
 
 @pytest.mark.parametrize("gemm", WAYS)
@@ -130,29 +358,12 @@ def test_stacked_products(rng, cupy, dtype):
     assert relative(ops.to_host(q), exact) <= bound
 
 
-def relative(on_host, expected):
-    return np.linalg.norm(on_host.astype(np.float64) - expected) / np.linalg.norm(expected)
-
-
 def test_a_step_with_hand_written_products(cupy):
     """Loss and gradients of a whole model in 16 bits, against cuBLAS: sums in another order."""
-    shape = {
-        "layers": 2,
-        "d_model": 12,
-        "heads": 3,
-        "ffn": 20,
-        "seq_len": 6,
-        "vocab_size": 17,
-        "batch_size": 4,
-        "num_microbatches": 2,
-        "optimizer": "sgd",
-    }
-    tokens = np.random.default_rng(1).integers(0, 17, 200)
-    results = []
-    for gemm in ("blas", "tile"):
-        config, _ = resolve(changed(**shape, dtype="bfloat16", device="cuda", gemm=gemm), 1)
-        results.append(step_tensors(config, tokens, Grid(0)))
-    (loss, norm, *tensors), (own_loss, own_norm, *own_tensors) = results
+    run = {"dtype": "bfloat16", "device": "cuda", "optimizer": "sgd"}
+    (loss, norm, *tensors), (own_loss, own_norm, *own_tensors) = (
+        step(gemm=gemm, **run) for gemm in WAYS
+    )
     assert own_loss == pytest.approx(loss, rel=1e-4)
     assert own_norm == pytest.approx(norm, rel=1e-3)
     for got, expected in zip(own_tensors, tensors, strict=True):
@@ -186,6 +397,11 @@ def test_sizes_that_a_gpu_might_see():
             (f"--gemm tile --device cuda --dtype {name}", [f"--gemm tile with --dtype {name}"])
             for name in ("float32", "float64")
         ),
+        ("--kernels fused", ["--kernels fused with --device cpu"]),
+        ("--kernels plain", ["--kernels plain with --device cpu"]),
+        ("--kernels numpy --device cuda", ["fused or plain on --device cuda"]),
+        ("--kernels numba --device cuda", ["--kernels numba with --device cuda"]),
+        ("--kernels fused --device cuda --dtype float64", ["--dtype float64"]),
     ],
 )
 def test_what_does_not_fit_is_refused(words, messages):
@@ -199,10 +415,11 @@ def test_what_does_not_fit_is_refused(words, messages):
             "--gemm tile --device cuda --dtype bfloat16",
             "bfloat16 on cuda, products by tile kernels",
         ),
+        ("--device cuda --kernels plain", "float32 on cuda, plain kernels"),
         ("", "float32 on cpu"),
     ],
 )
-def test_how_products_are_computed_is_printed(words, text):
+def test_what_computes_is_printed(words, text):
     config, _ = resolve_typed(reading_of(*words.split()), 1)
     assert headline(config, 1, 1, 1).splitlines()[0].endswith(text)
 

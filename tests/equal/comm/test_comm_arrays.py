@@ -5,6 +5,7 @@ import os
 
 import numpy as np
 import pytest
+from fake_cupy import put_in, put_in_nccl
 from small_model import (
     WORLD,
     comms_of,
@@ -13,7 +14,6 @@ from small_model import (
     small_config,
     worker_and_step,
 )
-from stand_in import put_in, put_in_nccl
 
 from mpipar import ops as ops_module
 from mpipar.comm import connect

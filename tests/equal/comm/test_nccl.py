@@ -9,6 +9,7 @@ from itertools import product
 import fake_nccl
 import numpy as np
 import pytest
+from fake_cupy import put_in_nccl
 from small_model import (
     DP,
     EVEN,
@@ -22,7 +23,6 @@ from small_model import (
     small_config,
     worker_and_rows,
 )
-from stand_in import put_in_nccl
 
 from mpipar import ops as ops_module
 from mpipar.comm import nccl

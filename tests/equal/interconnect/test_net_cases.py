@@ -7,9 +7,9 @@ import types
 
 import numpy as np
 import pytest
+from fake_cupy import put_in_nccl
 from mpi4py import MPI
 from small_model import cpu, slow_unless
-from stand_in import put_in_nccl
 
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms.recursive_doubling import RecursiveDoublingTransport

@@ -9,6 +9,7 @@ import fake_cupy
 import fake_streams
 import numpy as np
 import pytest
+from fake_cupy import put_in
 from small_model import (
     DP,
     LAYOUTS,
@@ -20,7 +21,6 @@ from small_model import (
     tokens,
     worker_and_rows,
 )
-from stand_in import put_in
 from test_cuts import connected
 
 from bench.matmul.cut_product import Sizes, cases, whole

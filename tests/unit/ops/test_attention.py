@@ -3,20 +3,14 @@
 Expected results come from `attention_cases.formula`, one head and one query at a time.
 """
 
-from functools import partial
-
-import cuda_kernels
 import numpy as np
 import pytest
-from attention_cases import formula, lse_of
+from attention_cases import NAMES, Case, lse_of
 from helpers import assert_close
-from ops_cases import plain
+from ops_cases import HALF_UNIT, plain
 
 from mpipar.ops import make, numpy_attention
-from mpipar.ops.cuda import attention
-from mpipar.ops.cuda.kernels import Loader
 
-NAMES = ("y", "lse", "dq", "dk", "dv")
 # B, Tq, Tk, H, Hkv, d.
 SIZES = [(2, 5, 7, 6, 3, 3), (1, 9, 4, 5, 1, 2), (2, 67, 131, 4, 4, 5), (1, 70, 66, 6, 2, 4)]
 
@@ -33,79 +27,39 @@ def ops(request, monkeypatch):
     return make("cpu", "float64", kernels="numba" if request.param == "numba" else "numpy")
 
 
-class Case:
-    """Random q, k, v, dy; `kind` says how their positions are ordered."""
-
-    def __init__(self, rng, sizes, kind):
-        batch, queries, keys, heads, kv_heads, width = sizes
-        shapes = [(batch, queries, heads, width), *2 * [(batch, keys, kv_heads, width)]]
-        self.qkv = tuple(rng.standard_normal(shape) for shape in shapes)
-        self.dy = rng.standard_normal(shapes[0])
-        self.q_pos, self.k_pos = {
-            "shuffled": (rng.permutation(2 * queries), rng.permutation(keys)),
-            "new tokens": (np.arange(queries) + keys, np.arange(keys)),
-            "gaps": (np.arange(queries) * 3, np.arange(keys) * 2 + 1),  # query 0 sees no key
-            "ties": (np.sort(rng.integers(0, 4, queries)), np.sort(rng.integers(0, 4, keys))),
-        }[kind]
-        self.q_pos = self.q_pos[:queries]
-        self.expected = formula(*self.qkv, self.dy, self.q_pos, self.k_pos)
-
-
-def check(found, expected, tol=1e-12):
-    """Compare (y, lse, dq, dk, dv); a query that sees no key has lse -inf in both."""
-    for name, got, wanted in zip(NAMES, found, expected, strict=True):
-        assert np.array_equal(np.isneginf(got), np.isneginf(wanted)), name
-        seen = np.isfinite(wanted)
-        assert_close(got[seen], wanted[seen], tol, name)
-
-
-def block_form(ops, case):
-    """(y, lse, dq, dk, dv) of one call over all keys."""
-    y, stats = ops.attention_block_forward(*case.qkv, case.q_pos, case.k_pos)
-    delta = ops.attention_delta(case.dy, y)
-    return (
-        y,
-        lse_of(stats),
-        *ops.attention_block_backward(
-            case.dy, *case.qkv, stats, delta, q_pos=case.q_pos, k_pos=case.k_pos
-        ),
-    )
+def case_of(rng, sizes, kind):
+    """A Case; `kind` says how its positions are ordered."""
+    queries, keys = sizes[1:3]
+    q_pos, k_pos = {
+        "shuffled": (rng.permutation(2 * queries), rng.permutation(keys)),
+        "new tokens": (np.arange(queries) + keys, np.arange(keys)),
+        "gaps": (np.arange(queries) * 3, np.arange(keys) * 2 + 1),  # query 0 sees no key
+        "ties": (np.sort(rng.integers(0, 4, queries)), np.sort(rng.integers(0, 4, keys))),
+    }[kind]
+    return Case(rng, sizes, (q_pos[:queries], k_pos))
 
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", ["shuffled", "new tokens", "gaps", "ties"])
 def test_both_forms_are_the_formula(ops, rng, sizes, kind):
-    case = Case(rng, sizes, kind)
-    check(block_form(ops, case), case.expected)
-    y, saved = ops.attention_forward(*case.qkv, case.q_pos, case.k_pos)
-    grads = ops.attention_backward_input(case.dy, *case.qkv, saved, case.q_pos, case.k_pos)
-    check((y, case.expected[1], *grads), case.expected)
+    case = case_of(rng, sizes, kind)
+    case.check(case.block(ops))
+    case.check(case.saved(ops))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("q_pos", [9, 3], ids=["sees all keys", "sees some keys"])
 def test_one_new_token_of_each_row(ops, rng, q_pos, kv_heads):
-    """The keys are the first of a longer array, as in a cache."""
-    q, k, v = (rng.standard_normal(shape) for shape in ((3, 1, 4, 5), *2 * [(3, 20, kv_heads, 5)]))
-    k, v, q_pos, k_pos = k[:, :8], v[:, :8], np.array([q_pos]), np.arange(8)
-    expected = formula(q, k, v, np.zeros_like(q), q_pos, k_pos)
-    y, stats = ops.attention_block_forward(q, k, v, q_pos, k_pos)
-    for name, got, wanted in zip(NAMES, (y, lse_of(stats)), expected, strict=False):
-        assert_close(got, wanted, 1e-12, name)
+    case = Case(rng, (3, 1, 8, 4, kv_heads, 5), (np.array([q_pos]), np.arange(8)))
+    case.check(case.block(ops))
 
 
 @pytest.mark.parametrize("form", ["attention_forward", "attention_block_forward"])
 def test_gradients_are_differences(ops, rng, form):
     """Along a random direction of each argument, at odd sizes with shared key heads."""
-    case = Case(rng, (2, 5, 7, 6, 3, 3), "gaps")
-    function = getattr(ops, form)
-    _, saved = function(*case.qkv, case.q_pos, case.k_pos)
-    grads = (
-        block_form(ops, case)[2:]
-        if "block" in form
-        else ops.attention_backward_input(case.dy, *case.qkv, saved, case.q_pos, case.k_pos)
-    )
+    case, function = case_of(rng, (2, 5, 7, 6, 3, 3), "gaps"), getattr(ops, form)
+    grads = (case.block if "block" in form else case.saved)(ops)[2:]
 
     def loss(*qkv):
         return float((function(*qkv, case.q_pos, case.k_pos)[0] * case.dy).sum())
@@ -161,8 +115,8 @@ PARTED = (2, 9, 11, 6, 3, 5)
 @pytest.mark.parametrize("kind", ["shuffled", "gaps"])
 def test_merged_parts_are_the_whole(ops, rng, kind):
     """With gaps the first queries see no key of the later parts, and one sees none at all."""
-    case = Case(rng, PARTED, kind)
-    check(by_parts(ops, case), case.expected)
+    case = case_of(rng, PARTED, kind)
+    case.check(by_parts(ops, case))
 
 
 def added_without_rescaling(ops, y, stats, y2, stats2):
@@ -202,38 +156,15 @@ def first_of_group(ops, dy, q, k, v, stats, delta, **positions):
     ids=lambda twin: next(iter(twin.values())).__name__,
 )
 def test_a_broken_twin_is_seen(rng, twin):
-    case = Case(rng, PARTED, "gaps")
+    case = case_of(rng, PARTED, "gaps")
     with pytest.raises(AssertionError), np.errstate(all="ignore"):
-        check(by_parts(make("cpu", "float64"), case, **twin), case.expected, tol=1e-3)
-
-
-def test_a_cache_is_a_longer_array(ops, rng):
-    """Token after token meets the first keys of an array; its rest is not read."""
-    batch, tokens, heads, kv_heads, width = 2, 6, 4, 2, 3
-    case = Case(rng, (batch, tokens, tokens, heads, kv_heads, width), "gaps")
-    q, k, v = case.qkv
-    positions = np.arange(tokens) + 4
-    whole, _ = ops.attention_forward(q, k, v, positions, positions)
-    cache = np.full((batch, tokens + 3, 2, kv_heads, width), np.nan)
-    for i in range(tokens):
-        cache[:, i, 0], cache[:, i, 1] = k[:, i], v[:, i]
-        y, _ = ops.attention_block_forward(
-            q[:, i : i + 1],
-            cache[:, : i + 1, 0],
-            cache[:, : i + 1, 1],
-            positions[i : i + 1],
-            positions[: i + 1],
-        )
-        assert_close(y[:, 0], whole[:, i], 1e-13, f"token {i}")
+        case.check(by_parts(make("cpu", "float64"), case, **twin), tol=1e-3)
 
 
 def test_heads_that_cannot_be_shared_are_refused(ops, rng):
     q, k = rng.standard_normal((1, 3, 5, 2)), rng.standard_normal((1, 3, 2, 2))
     with pytest.raises((AssertionError, ValueError)):
         ops.attention_forward(q, k, k, np.arange(3), np.arange(3))
-
-
-HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
 
 
 @pytest.mark.parametrize("dtype", HALF_UNIT)
@@ -250,10 +181,8 @@ def test_parts_of_16_bits_on_the_gpu(cupy, rng, dtype):
 
 def check_parts_of_16_bits(ops, rng, exact):
     """Partial results are float32; `exact` is the error of a rounded operand."""
-    case = Case(rng, PARTED, "gaps")
-    case.qkv = tuple(x.astype(ops.dtype) for x in case.qkv)
-    case.dy = case.dy.astype(ops.dtype)
-    expected = formula(*case.qkv, case.dy, case.q_pos, case.k_pos)
+    case = Case(rng, PARTED, (np.arange(9) * 3, np.arange(11) * 2 + 1), ops.dtype)
+    expected = case.expected
     for name in ("dy", "q_pos", "k_pos"):
         setattr(case, name, ops.asarray(getattr(case, name)))
     case.qkv = tuple(map(ops.asarray, case.qkv))
@@ -277,50 +206,3 @@ def check_parts_of_16_bits(ops, rng, exact):
     for name, grad, wanted in zip(NAMES[2:], grads, expected[2:], strict=True):
         assert grad.dtype == np.float32
         assert_close(ops.to_host(grad), wanted, 2 * exact + 2e-5, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [attention.MOST_WIDTH, attention.MOST_WIDTH + 8])
-def test_the_table_says_what_runs_where(cupy, monkeypatch, rng, width):
-    """Shapes that no kernel takes go to the plain formula, with the same results."""
-    ops, case = make("cuda", "float32"), Case(rng, (1, 5, 7, 4, 2, width), "gaps")
-    started, launch = [], Loader.launch
-    monkeypatch.setattr(
-        Loader,
-        "launch",
-        lambda self, file, *rest, **named: (
-            started.append(file),
-            launch(self, file, *rest, **named),
-        ),
-    )
-    qkv, (dy, *positions) = (
-        tuple(map(ops.asarray, case.qkv)),
-        map(ops.asarray, (case.dy, case.q_pos, case.k_pos)),
-    )
-    qkv, dy = tuple(x.astype(np.float32) for x in qkv), dy.astype(np.float32)
-    results, files = {}, {}
-
-    def run(name, *arguments, **named):
-        started.clear()
-        results[name] = getattr(ops, name)(*arguments, **named)
-        files[name] = set(started)
-        return results[name]
-
-    y, saved = run("attention_forward", *qkv, *positions)
-    run("attention_backward_input", dy, *qkv, saved, *positions)
-    y, stats = run("attention_block_forward", *qkv, *positions)
-    delta = run("attention_delta", dy, y)
-    run("attention_block_backward", dy, *qkv, stats, delta, q_pos=positions[0], k_pos=positions[1])
-    run("attention_merge", y.copy(), stats.copy(), y, stats)
-    for name, ran in files.items():
-        file, widest, instead = cuda_kernels.ATTENTION[name]
-        taken = file is not None and width <= widest
-        assert ran == ({file} if taken else {instead} - {None}), name
-    close = partial(check, expected=case.expected, tol=2e-5)
-    lse = lse_of(ops.to_host(stats))
-    for made in (
-        (y, *results["attention_block_backward"]),
-        (results["attention_forward"][0], *results["attention_backward_input"]),
-    ):
-        y, *grads = map(ops.to_host, made)
-        close([y, lse, *grads])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from helpers import assert_close
-from ops_cases import ADAMW, LARGE, SMALL, call_every_op, parts, plain
+from ops_cases import ADAMW, LARGE, OPERANDS, SMALL, call_every_op, check_every_op, parts
 
 from mpipar.comm.groups import Comms
 from mpipar.layers.context import Context
@@ -14,23 +14,7 @@ from mpipar.layers.param import Param
 from mpipar.ops import make
 from mpipar.ops.mixed_ops import DTYPES
 
-HALF_UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of one rounding
 FLOAT32 = 2e-5
-# These read rounded results of other functions: they have errors of two or three roundings.
-FURTHER = {
-    "attention_backward_input": 4,
-    "matmul_bias": 2,  # a product, and a sum where no epilogue makes it
-}
-# Of the fused kernels: float32 results come from rounded operands, too.
-OPERANDS = {
-    "attention_forward y": 2,
-    "attention_block_forward y": 1,
-    "attention_merge y": 1,
-    "attention_delta": 1,
-    "attention_block_backward dq": 2,
-    "attention_block_backward dk": 2,
-    "attention_block_backward dv": 1,
-}
 
 
 @pytest.fixture(params=DTYPES)
@@ -38,33 +22,20 @@ def dtype(request):
     return request.param
 
 
+def close(got, expected, roundings, name):
+    assert_close(got, expected, roundings + FLOAT32, name)
+
+
 @pytest.mark.parametrize("sizes", [SMALL, LARGE], ids=["small", "large"])
 def test_every_function_rounds_once_and_adds_up_in_float32(dtype, sizes):
-    check_every_function(make("cpu", dtype), dtype, sizes)
+    check_every_op(make("cpu", dtype), sizes, close)
 
 
 @pytest.mark.slow
-def test_every_function_rounds_once_on_the_gpu(cupy, dtype):
+@pytest.mark.parametrize(("kernels", "further"), [("fused", OPERANDS), ("plain", {})])
+def test_every_function_rounds_once_on_the_gpu(cupy, dtype, kernels, further):
     """Attention's probabilities and their gradients are operands of products: rounded too."""
-    check_every_function(make("cuda", dtype), dtype, LARGE, OPERANDS)
-
-
-@pytest.mark.slow
-def test_every_function_rounds_once_on_the_gpu_with_plain_kernels(cupy, dtype):
-    check_every_function(make("cuda", dtype, kernels="plain"), dtype, LARGE)
-
-
-def check_every_function(ops, dtype, sizes, further=()):
-    """Compare with float64 on the same 16-bit numbers, within the roundings of each function.
-
-    further: name -> roundings of functions that have more than FURTHER says, or any in float32.
-    """
-    expected = call_every_op(plain("float64"), sizes, rounded=ops.dtype)
-    for name, value in call_every_op(ops, sizes).items():
-        is_narrow = getattr(value, "dtype", None) == ops.dtype
-        roundings = (FURTHER | dict(further)).get(name, 1 if is_narrow else 0)
-        on_host = value if isinstance(value, float) else ops.to_host(value).astype(np.float64)
-        assert_close(on_host, expected[name], roundings * HALF_UNIT[dtype] + FLOAT32, name)
+    check_every_op(make("cuda", dtype, kernels=kernels), LARGE, close, further)
 
 
 def test_what_is_rounded_and_what_is_not(dtype):

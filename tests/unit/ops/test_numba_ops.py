@@ -34,13 +34,6 @@ def test_without_numba_it_says_what_to_type(monkeypatch):
     assert caught.value.exit_code == EXIT_ENVIRONMENT
 
 
-def test_numba_on_a_gpu_is_refused():
-    argv = [sys.executable, "-m", "mpipar", "train", "--device", "cuda", "--kernels", "numba"]
-    done = run_command(argv, timeout=60)
-    assert done.returncode == 2, done.tail()
-    assert "--kernels numba with --device cuda" in done.stdout + done.stderr
-
-
 def kinds(x):
     """A mark for each element of x: NaN, infinite with its sign, or neither."""
     return np.where(np.isfinite(x), 0.0, x)

@@ -9,6 +9,7 @@ roundings, can only be compared with PyTorch.
 import functools
 import re
 
+import cuda_ops
 import numpy as np
 import pytest
 from attention_cases import formula
@@ -17,7 +18,6 @@ from numeric_attention import ATTENTION
 from numeric_cases import EPS, FAMILIES, error
 from numeric_sums import SUMS, UPDATES
 from ops_cases import plain
-from stand_in import put_in
 
 from mpipar.ops import make
 from mpipar.ops.array_ops import ArrayOps
@@ -28,8 +28,8 @@ IMPLEMENTATIONS = {
     "numpy": lambda: make("cpu", "float32"),
     "numba": lambda: make("cpu", "float32", kernels="numba"),
     "16 bits": lambda: make("cpu", "bfloat16"),
-    "fused": lambda: make("cuda", "float32"),
-    "fused in 16 bits": lambda: make("cuda", "bfloat16"),
+    "fused": cuda_ops.host_ops,
+    "fused in 16 bits": lambda: cuda_ops.host_ops("bfloat16"),
 }
 MARKS = {
     "numba": [pytest.mark.numba],
@@ -56,9 +56,7 @@ every = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def ops(name, monkeypatch):
-    if "fused" in name:
-        put_in(monkeypatch)
+def ops(name):
     with np.errstate(all="ignore"):
         yield IMPLEMENTATIONS[name]()
 
