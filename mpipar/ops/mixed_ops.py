@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.functions import EPILOGUES, Ops
+from mpipar.ops.functions import DECLARED, EPILOGUES, Ops
 from mpipar.ops.signature import Array, Function, Part, Shape
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -42,6 +42,8 @@ class MixedOps(Ops):
     def __init__(self, exact: Ops, dtype: str) -> None:
         self.exact, self.xp, self.device = exact, exact.xp, exact.device
         self.dtype, self.accum_dtype = DTYPES[dtype], exact.dtype
+        self._as_they_are = {name for name, function in DECLARED.items() if function.exact}
+        self._as_they_are.update(exact.takes_16_bits)
 
     def __getattr__(self, name: str) -> Any:
         if name in FACTS:
@@ -52,7 +54,7 @@ class MixedOps(Ops):
     @np.errstate(over="ignore", invalid="ignore")
     def _call(self, function: Function, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         exact = getattr(self.exact, function.name)
-        if function.exact or function.name in self.exact.takes_16_bits:
+        if function.name in self._as_they_are:
             return exact(*arguments, **named)
         if function.name in EPILOGUES:  # of functions here, each of which rounds
             return getattr(ArrayOps, function.name)(self, *arguments, **named)
