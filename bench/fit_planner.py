@@ -18,7 +18,6 @@ from dataclasses import replace
 
 from bench.runs import Run, published_runs, read_rows, read_runs, stack_name
 from mpipar.study.plan.job import Constants
-from mpipar.study.plan.model import step_time
 
 PRODUCTS = {"a100-80": "A100-80-SXM", "h100": "H100-SXM", "b200": "B200-SXM"}
 FIRST = {"products": 0.9, "elementwise": 1.0, "attention": 1.0, "starts_us": 300.0}
@@ -104,7 +103,7 @@ def kind_of(run: Run) -> tuple[str, str]:
 def with_constants(run: Run, constants: dict[str, float]) -> float:
     """Return the step of a run with other constants of its stack."""
     stack = replace(run.stack, sets=((run.machine.efficiency, Constants(**constants)),))
-    return step_time(run.shape, run.layout, run.machine, stack).total
+    return run.predicted_with(stack)
 
 
 def fit_stack(runs: list[tuple[Run, float]]) -> dict[str, float]:

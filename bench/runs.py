@@ -11,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mpipar.study.plan.job import BY_NAME, STACKS, Layout, Shape, Stack
+from mpipar.pipeline.schedules.families import FAMILIES
+from mpipar.study.plan.job import STACKS, Layout, Shape, Stack
 from mpipar.study.plan.machine import Machine, load_machine
 from mpipar.study.plan.memory import GIB, fullest
 from mpipar.study.plan.model import step_time
@@ -26,6 +27,7 @@ MACHINE_OF = {
 }
 SIXTEEN_BITS = ("bf16", "fp16", "amp_bf16", "bf16 PURE")
 ACTIVATION = {"gpt": "gelu", "llama": "swiglu", "sqrelu": "relu2"}
+SCHEDULE = {"none": "1f1b", "zb-1p": "zb-h1", "zb-2p": "zb-h2"}  # which keeps as much
 RECOMPUTE = {"full": "block", "selective": "attention", "selective?": "attention", "none": "none"}
 FUSED_NORMS = ("Megatron", "MegaScale", "Meta", "FSDP", "torchtitan")  # parts of `system`
 
@@ -47,7 +49,12 @@ class Run(NamedTuple):
     @property
     def predicted(self) -> float:
         """Seconds of the step in closed form."""
-        return step_time(self.shape, self.layout, self.machine, self.stack).total
+        return self.predicted_with(self.stack)
+
+    def predicted_with(self, stack: Stack) -> float:
+        """Return the step by other constants. zb-2p begins a step before the last one ends."""
+        step = step_time(self.shape, self.layout, self.machine, stack)
+        return step.total - step.bubble * (self.row["schedule"] == "zb-2p")
 
     @property
     def error(self) -> float:
@@ -95,8 +102,9 @@ def layout_of(row: dict[str, str]) -> Layout:
     dp, rows = int(row["dp"]), int(row["mbs"])
     microbatches = max(1, round(int(row["gbs"]) / (dp * rows)))
     zero = {"0": 0, "1": 1, "2": 2, "3": 3}.get(row["zero"], 1)
-    chunks, schedule = int(row["chunks"] or 1), row["schedule"].partition("?")[0].partition(" ")[0]
-    if chunks > 1 and not BY_NAME[schedule].looped:  # such as 1f1b with chunks
+    chunks, name = int(row["chunks"] or 1), row["schedule"].partition("?")[0].partition(" ")[0]
+    schedule = SCHEDULE.get(name, name)
+    if chunks > 1 and not FAMILIES[schedule].looped:  # such as 1f1b with chunks
         schedule = "interleaved"
     if zero == 2 and row["system"] == "MegaScale":  # shards like ZeRO-1, and gathers no weights
         zero = 1

@@ -25,7 +25,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
 from mpipar.errors import EXIT_CHECK_FAILED
-from mpipar.study.trace.flight import flight_ns
+from mpipar.study.measured_step import flight_ns
 
 TOLERANCE = {"float32": 1e-4, "float64": 1e-12}  # of the largest entry
 MIB = 2**20

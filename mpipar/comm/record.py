@@ -309,7 +309,6 @@ class Recorder:
         # Spans between marks on a device.
         self._late: deque[tuple[Any, ...]] = deque(maxlen=capacity)
         self.operations: list[tuple[Any, ...]] = []
-        self.loads: deque[tuple[Any, ...]] = deque(maxlen=capacity)
         self.tallies: dict[tuple[Any, ...], Tally] = {}  # by what distinguishes lines of calls
         self.busy_ns: dict[str, int] = {}
         self.step = 0
@@ -345,7 +344,6 @@ class Recorder:
         self.entries = deque(self.entries, maxlen=capacity)
         self._spans = deque(self._spans, maxlen=capacity)
         self._late = deque(self._late, maxlen=capacity)
-        self.loads = deque(self.loads, maxlen=capacity)
 
     def reset_counters(self) -> None:
         """Restart the counters from zero (the rings stay)."""
@@ -358,7 +356,6 @@ class Recorder:
         self.entries.clear()
         self._spans.clear()
         self._late.clear()
-        self.loads.clear()
         self.reset_counters()
 
     @property
@@ -401,15 +398,6 @@ class Recorder:
             self._append(span)
         else:
             self._late.append(span)
-
-    def load(self, layer: str, index: int, rows: list[int]) -> None:
-        """Append how many rows each of this rank's experts gets, if this is a forward pass.
-
-        index: of this rank in the group, whose ranks have equally many experts.
-        """
-        if self.phase == "F":
-            first = index * len(rows)
-            self.loads.append((layer, first, self.step, self.stage, self.mb, rows))
 
     def _append(self, span: tuple[Any, ...]) -> None:
         kind, start_ns, end_ns, *_ = span

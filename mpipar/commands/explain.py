@@ -32,7 +32,7 @@ from mpipar.run.console.tables import (
 )
 from mpipar.run.data.rows import rows_per_microbatch
 from mpipar.run.resolve import resolve
-from mpipar.study.explain import formulas, memory_formulas
+from mpipar.study.explain import formulas
 from mpipar.study.explain.predict import predict, unit_memory
 from mpipar.study.plan.machine import load_machine
 from mpipar.study.plan.model import Step
@@ -264,7 +264,7 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
 
 def memory_forms(prediction, config) -> str:
     """Return counted and expected bytes of weights, gradients, optimizer, and a block's stash."""
-    forms, parts = memory_formulas.states(config, prediction), memory_formulas.block(config)
+    forms, parts = formulas.states(config, prediction), formulas.kept_by_block(config)
     one = unit_memory(replace(config, model=replace(config.model, layers=1)))
     kept = (one[field][1] for field in ("stash_bytes", "kept_bytes"))
     found = prediction.peak_bytes | dict(zip(parts, kept, strict=True))

@@ -40,22 +40,22 @@ def run(context: Context) -> int:
     )
     bad = sum(not one.ok for one in found)
     if world.rank == 0:
+        print(
+            f"{len(found) - bad} of {len(found)} agree to {verify.TOLERANCE:g} of their"
+            f" largest entry{f'; {bad} DIFFER' if bad else ''}"
+        )
+        print(
+            f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
+            f" {counted(grid.num_microbatches, 'microbatch')},"
+            " against one rank and one microbatch; float64"
+        )
         asked = parsed.config.run.dtype
         if asked != "float64" and "dtype" in parsed.given:
             inputs.notes.append(
                 f"in float64 in place of {asked}: this proves the layout for any dtype;"
                 " rounding would hide its mistakes"
             )
-        print("\n".join(inputs.notes))
-        print(
-            f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
-            f" {counted(grid.num_microbatches, 'microbatch')},"
-            " against one rank and one microbatch; float64\n"
-        )
-        print(
-            f"{len(found) - bad} of {len(found)} agree to {verify.TOLERANCE:g} of their"
-            f" largest entry{f'; {bad} DIFFER' if bad else ''}\n"
-        )
+        print("\n".join([*inputs.notes, ""]))
         worst = sorted(found, key=lambda one: (one.ok, -one.error))[:WORST]
         rows = [
             (one.name, one.kind, f"{one.error:.1e}", one.where, "ok" if one.ok else "DIFFERS")

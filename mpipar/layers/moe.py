@@ -122,7 +122,6 @@ class MixtureOfExperts:
         self.ops, self.name, self.token_layout = context.ops, name, context.token_layout
         self.expert = context.comms["expert"]
         self.dispatch = ExpertDispatch(self.ops, self.expert, name, experts)
-        self.recorder = context.comms.recorder
         self.gated = config.activation == "swiglu"
         wide = (2, width) if self.gated else (width,)
         self.router = Router(context, f"{name}.router", config, std)
@@ -173,7 +172,6 @@ class MixtureOfExperts:
         x = x.reshape(-1, x.shape[-1])
         choice = self.router.forward(x, stash)
         plan = self.dispatch.plan(choice)
-        self.recorder.load(self.name, self.expert.index, plan.counts)
         rows = self.dispatch.rows(x, plan)  # (R, D)
         h = self.ops.grouped_matmul_nt(rows, self._up("data"), plan.counts)
         if self.gated:

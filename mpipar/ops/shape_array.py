@@ -168,28 +168,27 @@ class ShapeArray:
 
     def __getitem__(self, index: Any) -> ShapeArray:
         """Return the view that integers, slices, None and Ellipsis select."""
-        items = list(index) if isinstance(index, tuple) else [index]
-        used = sum(item is not None and item is not Ellipsis for item in items)
-        assert used <= self.ndim, (index, self.shape)
-        if Ellipsis not in items:
-            items.append(Ellipsis)
-        where = items.index(Ellipsis)
-        items[where : where + 1] = [slice(None)] * (self.ndim - used)
+        items = index if isinstance(index, tuple) else (index,)
         shape, strides, axis = [], [], 0
-        for item in items:
-            if item is None:
+        for place, item in enumerate(items):
+            if isinstance(item, slice):
+                start, stop, step = item.indices(self.shape[axis])
+                shape.append(len(range(start, stop, step)))
+                strides.append(self.strides[axis] * step)
+                axis += 1
+            elif item is None:
                 shape.append(1)
                 strides.append(0)
-                continue
-            length, stride = self.shape[axis], self.strides[axis]
-            axis += 1
-            if isinstance(item, slice):
-                start, stop, step = item.indices(length)
-                shape.append(len(range(start, stop, step)))
-                strides.append(stride * step)
+            elif item is Ellipsis:
+                left = self.ndim - sum(one is not None for one in items[place + 1 :])
+                shape += self.shape[axis:left]
+                strides += self.strides[axis:left]
+                axis = left
             else:
+                length = self.shape[axis]
                 assert -length <= operator.index(item) < length, (index, self.shape)
-        return self._view(shape, strides)
+                axis += 1
+        return self._view((*shape, *self.shape[axis:]), (*strides, *self.strides[axis:]))
 
 
 def _c_strides(shape: Shape) -> Shape:

@@ -122,8 +122,10 @@ class Function(NamedTuple):
                 length == (int(letter) if letter.isdigit() else sizes.setdefault(letter, length))
                 for letter, length in zip(letters, lengths, strict=True)
             )
-        shapes = ", ".join(str(tuple(x.shape)) for _, x in arrays)
-        assert fits, f"{self.name}: shapes {shapes} do not fit {self.text}"
+        assert fits, (
+            f"{self.name}: shapes {', '.join(str(tuple(x.shape)) for _, x in arrays)} do not fit"
+            f" {self.text}"
+        )
         return sizes
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from mpipar.comm.objects import gather_objects
-from mpipar.comm.record import POINT_TO_POINT
+from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder
 from mpipar.run.console import tables as console
 from mpipar.run.console.memory import process_peak
 from mpipar.run.console.time_shares import share_facts, share_table
 from mpipar.run.training import Run
 from mpipar.study.schedules.bubble import bubble_rows, bubble_table, recorded_facts
-from mpipar.study.trace.flight import flight_ns
 
 
 def show(training: Run) -> str:
@@ -64,3 +63,37 @@ def show(training: Run) -> str:
         steps = training.last - training.first + 1
         return console.barriers([fact["counters"] for fact in facts], steps)
     return ""
+
+
+def flight_ns(recorder: Recorder, axis: str, operations: tuple[str, ...]) -> tuple[int, int]:
+    """Return (ns in which any of these operations over `axis` is in flight, ns overlapped).
+
+    Flight lasts from posting to the end, and is overlapped where the rank computes and is in no
+    other wait, not even inside a pass. Blocking operations are left out, and only what is in the
+    rings counts.
+    """
+    records = [record for record in recorder.records if record.done_ns]
+    flights = [
+        (record.posted_ns, record.done_ns)
+        for record in records
+        if record.axis == axis
+        and record.operation in operations
+        and record.posted_ns < record.waited_ns
+    ]
+    computing = [(span.start_ns, span.end_ns) for span in recorder.spans if span.kind in COMPUTE]
+    blocked = [(record.waited_ns, record.done_ns) for record in records]
+    edges = sorted(
+        (time, kind, change)
+        for kind, intervals in enumerate((flights, computing, blocked))
+        for start, end in intervals
+        for time, change in ((start, 1), (end, -1))
+    )
+    inside, last, flight, hidden = [0, 0, 0], 0, 0, 0
+    for time, kind, change in edges:
+        if inside[0]:
+            flight += time - last
+            if inside[1] and not inside[2]:
+                hidden += time - last
+        inside[kind] += change
+        last = time
+    return flight, hidden

@@ -20,8 +20,7 @@ from mpipar.models.stage import stage_parts
 from mpipar.pipeline.instructions import lower, neighbours
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.run.trace.clock import CommonClock
-from mpipar.run.trace.contents import LayerOperation
-from mpipar.run.trace.trace_file import RankTrace, Trace, common_facts
+from mpipar.run.trace.trace_file import LayerOperation, RankTrace, Trace, common_facts
 
 LAYERS = ("norm1", "attn.qkv", "attn.proj", "norm2", "ffn.up", "ffn.down")
 REDUCED = ("attn.proj", "ffn.down")  # layers that end in a barrier of tp

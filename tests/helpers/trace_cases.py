@@ -11,9 +11,8 @@ from mpipar.comm.record import Span
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.run.trace import trace_file
 from mpipar.run.trace.clock import CommonClock
-from mpipar.run.trace.contents import LayerOperation, Load
+from mpipar.run.trace.trace_file import LayerOperation, Trace, common_facts, schedule_json
 from mpipar.run.trace.trace_file import RankTrace as Rank
-from mpipar.run.trace.trace_file import Trace, common_facts, schedule_json
 from mpipar.study.schedules.simulate import Costs, simulate
 from mpipar.study.trace import segments, waits
 
@@ -201,8 +200,7 @@ def write_trace(folder):
             for record in rank.records
         ]
         operations = [LayerOperation("block0.ffn", "matmul", 5, 9, 1, 0, 0, "F")]
-        loads = [Load("block0.moe", 0, 1, 0, 0, [3, 5])]
-        trace_file.write_rank(folder, head, shifted, rank.spans, operations, loads)
+        trace_file.write_rank(folder, head, shifted, rank.spans, operations)
     model = {"model": "decoder", "norm": "layer", "layers": 2, "ffn_cut": "pair"}
     trace_file.write_meta(
         folder,

@@ -97,7 +97,7 @@ def test_a_traced_run_that_failed_inside_says_so_when_its_trace_is_read(tmp_path
     folder = tmp_path / "run"
     faulty("raise", 70, "--layout", "tp=2", "--trace", "2:4", folder=folder)
     assert (folder / "trace" / "meta.json").exists()
-    parts = ["rank-00000.jsonl missing of 2 ranks; the run failed before", "ZeroDivisionError"]
+    parts = ["rank-00000.bin missing of 2 ranks; the run failed before", "ZeroDivisionError"]
     assert_refused(65, parts, "trace", folder)
 
 
@@ -192,6 +192,5 @@ def test_a_trace_that_cannot_be_written_does_not_hide_the_error(
 def test_a_cut_file_of_a_rank_is_refused(tmp_path, one_clock):
     assert traced_run(tmp_path, (2, 2)).written
     path = tmp_path / trace_file.rank_name(0)
-    head = path.read_text().splitlines()[0].replace('"lines": 0', '"lines": 7')
-    path.write_text(head + "\n")
-    assert "1 lines of 8" in str(refusal("trace", tmp_path))
+    path.write_text(path.read_text().replace('"rows": [0, ', '"rows": [7, '))
+    assert "0 bytes of rows of 1,008: was it copied" in str(refusal("trace", tmp_path))

@@ -233,7 +233,7 @@ def barriers(facts: list[list], steps: int, timed: bool = True) -> str:
 def overlap(name: str, facts: list[tuple[int, int]]) -> str | None:
     """Return how much of the messages' flight time was overlapped with computation.
 
-    facts: see `flight.flight_ns`. None if there were no such messages.
+    facts: see `measured_step.flight_ns`. None if there were no such messages.
     """
     flight, hidden = (sum(values) for values in zip(*facts, strict=True))
     if not flight:

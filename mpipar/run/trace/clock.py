@@ -107,20 +107,14 @@ class CommonClock:
     before: dict[int, Sample]
     after: dict[int, Sample]
 
-    def common_ns(self, world_rank: int, local_ns: int) -> int:
-        """Return world rank 0's time at the instant at which the rank's clock shows local_ns."""
+    def common_ns(self, world_rank: int, local_ns):
+        """Return world rank 0's time when the rank's clock shows local_ns, a number or an array."""
         owner = self.owners[world_rank]
         if owner == 0:
             return local_ns
         before = self.before[owner]
         ahead = before.offset_ns + self.drift(owner) * (local_ns - before.local_ns)
-        return local_ns - round(ahead)
-
-    def since(self, first: int, world_rank: int) -> Callable[[int], int]:
-        """Return the function from a rank's time to the time since `first` on the common clock."""
-        if self.owners[world_rank] == 0:
-            return lambda local_ns: local_ns - first
-        return lambda local_ns: self.common_ns(world_rank, local_ns) - first
+        return local_ns - np.rint(ahead).astype(np.int64)
 
     def drift(self, world_rank: int) -> float:
         """Return the nanoseconds that the rank's clock gains per nanosecond."""

@@ -1,27 +1,29 @@
 """A trace on disk: writes and reads one file per rank and `trace/meta.json`, without MPI.
 
-A rank's file consists of JSON lines. The head defines the meaning of the numbers, call sites,
-steps, groups, and how many lines follow; it and meta.json name the recording, so that files of two
-recordings are never read as one. Then comes one line per record ("r"), compute span ("s"),
-operation of a layer ("o"), and load of a rank's experts ("e"). Times on disk are those of the
-rank's own clock; the reader translates them to world rank 0's clock and starts at zero.
+The first line of a rank's file is its head, a JSON object: where the rank stood, its steps, all
+texts that occur, and how many rows of each kind follow. Rows are whole numbers of 64 bits, column
+by column; a text is its place among those of the head. The head and meta.json name the recording,
+so that files of two recordings are never read as one. Times on disk are those of the rank's own
+clock; the reader translates them to world rank 0's clock and starts at zero. What contradicts
+itself further down is found by what reads it: see `contradictions_are_data_errors`.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import math
 import os
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple, get_type_hints
 
-from mpipar.comm.record import Record
+import numpy as np
+
+from mpipar.comm.record import Record, Span
 from mpipar.config.text import brief, shown
 from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.csv_format import parse_instruction
@@ -30,26 +32,98 @@ from mpipar.run.console.series import read_lines
 from mpipar.run.console.tables import describe_stage
 from mpipar.run.console.time_shares import crowded
 from mpipar.run.files import no_links
-from mpipar.run.files.bounded import decode_json, open_regular, parse_json, problems_as, read_json
+from mpipar.run.files.bounded import open_regular, parse_json, problems_as, read_json
 from mpipar.run.files.replace import replace_file
+from mpipar.run.files.typed import built
 from mpipar.run.trace.clock import CommonClock
-from mpipar.run.trace.contents import (
-    LINES,
-    Meta,
-    RankTrace,
-    ScheduleFacts,
-    entries,
-)
 
-SCHEMA = 4
+SCHEMA = 5
 METRICS = "metrics.jsonl"  # of a run folder
 META = "trace/meta.json"  # also there: what the files of all ranks have in common
-DONE = Record._fields.index("done_ns")
-
-MOST_META = 64 << 20  # bytes
+MOST_META = 64 << 20  # bytes of a JSON text
 MOST_NAMED = 8  # files in a message
 MIXED = "the files of trace/ must come from one run"
 HOW_TO = "record one with: mpipar train --trace 10:12 --out FOLDER"
+
+
+class LayerOperation(NamedTuple):
+    """An operation of a layer, recorded only on request (ops/timed_ops.py)."""
+
+    layer: str
+    function: str
+    start_ns: int
+    end_ns: int
+    step: int
+    stage: int
+    mb: int
+    phase: str
+
+
+KINDS = {"records": Record, "spans": Span, "operations": LayerOperation}  # of rows, in their order
+
+
+@dataclass
+class RankTrace:
+    """What one rank did. Times are nanoseconds of the common clock since the trace began.
+
+    place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores: the
+    cores of its host that it may run on. complete: false if it failed in the last step. recording:
+    the same text in all files that one run wrote of the same steps. texts, rows: of its file, the
+    texts that rows refer to, and the number of rows of each kind.
+    """
+
+    recording: str
+    world_rank: int
+    host: str
+    place: dict[str, int]
+    stages: tuple[int, ...]
+    groups: dict[str, tuple[int, ...]]
+    steps: tuple[tuple[int, int, int], ...]
+    records: list[Record] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    operations: list[LayerOperation] = field(default_factory=list)
+    complete: bool = True
+    cores: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ()
+    rows: tuple[int, ...] = ()
+
+    @property
+    def start(self) -> int:
+        return self.steps[0][1]
+
+    @property
+    def end(self) -> int:
+        return self.steps[-1][2]
+
+
+@dataclass(frozen=True)
+class ScheduleFacts:
+    """The entry `schedule` of meta.json."""
+
+    name: str
+    pp_size: int
+    num_stages: int
+    num_microbatches: int
+    placement: str
+    explicit_comm: bool
+    programs: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The part of meta.json that is read. model: see `model_config`."""
+
+    recording: str
+    world_size: int
+    rank_order: tuple[str, ...]
+    layout: dict[str, int]
+    schedule: ScheduleFacts
+    stages: tuple[str, ...]
+    stage_layers: tuple[int, ...]
+    model: dict
+    batch_size: int
+    dtype: str
+    clock: CommonClock
 
 
 @dataclass
@@ -151,7 +225,7 @@ def common_facts(schedule: Schedule, stage_layers, layout: dict, entry: str, **m
 
 def rank_name(world_rank: int) -> str:
     """Return the name of one rank's file in a run folder."""
-    return f"trace/rank-{world_rank:05d}.jsonl"
+    return f"trace/rank-{world_rank:05d}.bin"
 
 
 def remove(folder: Path, world_rank: int) -> None:
@@ -163,37 +237,42 @@ def remove(folder: Path, world_rank: int) -> None:
         (folder / "trace").rmdir()
 
 
-def write_rank(folder: Path, head: dict, records, spans, operations, loads=()) -> None:
-    """Write a rank's file. Its head holds the number of lines, so that a reader notices if it is
+def write_rank(folder: Path, head: dict, *rows: list) -> None:
+    """Write a rank's file. Its head holds the number of rows, so that a reader notices if it is
     cut.
 
-    head: recording, world_rank, host, place, stages, groups, steps, complete, cores.
+    head: recording, world_rank, host, place, stages, groups, steps, complete, cores. rows: a list
+    for each of KINDS.
     """
-    sites: dict[str, int] = {}
-
-    def index(site):
-        return sites.setdefault(site, len(sites))
-
-    rows = [
-        record._replace(dtype=str(record.dtype), site=index(record.site), cut=index(record.cut))
-        for record in records
-    ]
+    texts: dict[str, int] = {}
+    tables = [_numbers(kind, own, texts) for kind, own in zip(KINDS.values(), rows, strict=True)]
     head = {
         "mpipar_trace": SCHEMA,
         **head,
-        "fields": {letter: kind._fields for letter, (_, kind) in LINES.items()},
-        "sites": list(sites),
-        "lines": sum(map(len, (records, spans, operations, loads))),
+        "fields": {name: kind._fields for name, kind in KINDS.items()},
+        "texts": list(texts),
+        "rows": list(map(len, rows)),
     }
-    lists = zip(LINES, (rows, spans, operations, loads), strict=True)
-    written = ([letter, *one] for letter, found in lists for one in found)
-    lines = itertools.chain([head], written)
-    replace_file(
-        rank_name(head["world_rank"]),
-        (f"{json.dumps(line)}\n".encode() for line in lines),
-        sync=False,
-        root=folder,
-    )
+    pieces = [f"{json.dumps(head)}\n".encode(), *tables]
+    replace_file(rank_name(head["world_rank"]), pieces, sync=False, root=folder)
+
+
+def _is_number(kind, name: str) -> bool:
+    return get_type_hints(kind)[name] is int
+
+
+def _numbers(kind, rows: list, texts: dict[str, int]) -> np.ndarray:
+    """Return the columns of some rows. texts: {text: its number}, to which theirs are added."""
+    found = np.empty((len(kind._fields), len(rows)), "<i8")
+    for name, numbers, column in zip(
+        kind._fields, found, zip(*rows, strict=True), strict=bool(rows)
+    ):
+        numbers[:] = (
+            column
+            if _is_number(kind, name)
+            else [texts.setdefault(str(one), len(texts)) for one in column]
+        )
+    return found
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -230,11 +309,12 @@ def read(folder: str | Path) -> Trace:
     for path, rank in zip(paths, ranks, strict=True):
         if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
             raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")
-    with contradictions_are_data_errors(folder), _without_collections():
+    with contradictions_are_data_errors(folder), np.errstate(all="raise"):
         clock = entries(Meta, meta).clock
         first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
-        for path, (rank, lines) in zip(paths, read, strict=True):
-            _fill(path, rank, lines, clock.since(first, rank.world_rank))
+    for path, (rank, numbers) in zip(paths, read, strict=True):
+        with contradictions_are_data_errors(path), _without_collections(), np.errstate(all="raise"):
+            _fill(rank, numbers, clock, first)
     with problems_as(DataError, str(folder / METRICS)):
         metrics, _ = read_lines(folder, METRICS)
     return Trace(folder, meta, ranks, clock, metrics)
@@ -255,7 +335,7 @@ def _why_missing(folder: Path) -> str:
 
 @contextmanager
 def _without_collections():
-    """Pause the garbage collector, which would visit all lines read so far again and again."""
+    """Pause the garbage collector, which would visit all rows read so far again and again."""
     gc.disable()
     try:
         yield
@@ -287,51 +367,50 @@ def _checked(path: Path, head) -> dict:
     return head
 
 
-def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, str]:
-    """Return what the head of one rank's file says, and the text of its other lines."""
+def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, bytes]:
+    """Return what the head of one rank's file says, and the bytes of its rows."""
     path = folder / rank_name(world_rank)
     try:
         with open_regular(rank_name(world_rank), folder) as file:
-            head, _, lines = file.read().decode().partition("\n")
-        trace = entries(RankTrace, _checked(path, parse_json(head)))
+            head, numbers = file.readline(MOST_META), file.read()
+        trace = entries(RankTrace, _checked(path, parse_json(head.decode())))
+        pairs = zip(trace.rows, KINDS.values(), strict=True)
+        size = 8 * sum(count * len(kind._fields) for count, kind in pairs)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}, line 1: not a trace: {brief(str(error), 300)}") from None
-    if (count := lines.count("\n")) != trace.lines:
+    if len(numbers) != size:
         raise DataError(
-            f"{path}: {1 + count} lines of {1 + trace.lines}: was it copied only in part?"
+            f"{path}: {len(numbers):,} bytes of rows of {size:,}: was it copied only in part?"
         )
     if not trace.steps:
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
     if trace.world_rank != world_rank:
         raise DataError(f"{path}: of rank {trace.world_rank}: {MIXED}")
-    return trace, lines
+    return trace, numbers
 
 
-def _fill(path: Path, trace: RankTrace, lines: str, move: Callable[[int], int]) -> None:
-    """Add what the lines after the head say to a rank's trace. move: translates its times."""
-    rows: dict[str, list[list]] = defaultdict(list)
-    done = 1 + DONE
-    try:
-        if "\\" in lines:
-            raise ValueError("an escape, which no line of a trace has")
-        for row in decode_json(f"[{','.join(lines.splitlines())}]"):
-            rows[row[0]].append(row)
-        for row in rows.get("r", ()):
-            if not row[done]:  # the rank failed in it, or before its wait
-                row[done - 1 : done + 1] = row[done - 1] or trace.end, trace.end
-        for letter, found in rows.items():
-            wanted, kind = LINES[letter]
-            columns = dict(zip(("", *kind._fields), zip(*found, strict=True), strict=True))
-            del columns[""]  # the letters
-            for name, column in columns.items():
-                if name in ("site", "cut"):
-                    columns[name] = map(trace.sites.__getitem__, column)
-                elif name.endswith("_ns"):
-                    columns[name] = map(move, column)
-            getattr(trace, wanted).extend(map(kind, *columns.values()))
-    except (ValueError, TypeError, LookupError, ArithmeticError) as error:
-        raise DataError(f"{path}: not a trace: {brief(str(error), 300)}") from None
-    trace.steps = tuple((step, move(start), move(end)) for step, start, end in trace.steps)
+def _fill(trace: RankTrace, numbers: bytes, clock: CommonClock, first: int) -> None:
+    """Add the rows of its file to a rank's trace, in common time since `first`."""
+    table = np.frombuffer(numbers, "<i8")
+
+    def since(local_ns):
+        return clock.common_ns(trace.world_rank, local_ns) - first
+
+    def values(kind, name: str, column: np.ndarray):
+        if not _is_number(kind, name):
+            return map(trace.texts.__getitem__, column.tolist())
+        return (since(column) if name.endswith("_ns") else column).tolist()
+
+    for (name, kind), count in zip(KINDS.items(), trace.rows, strict=True):
+        own, table = np.split(table, [count * len(kind._fields)])
+        columns = dict(zip(kind._fields, own.reshape(len(kind._fields), count), strict=True))
+        if kind is Record:  # a rank may have failed in one, or before its wait
+            failed, waited = columns["done_ns"] == 0, columns["waited_ns"]
+            columns["waited_ns"] = np.where(failed & (waited == 0), trace.end, waited)
+            columns["done_ns"] = np.where(failed, trace.end, columns["done_ns"])
+        found = (values(kind, one, column) for one, column in columns.items())
+        getattr(trace, name).extend(map(kind, *found))
+    trace.steps = tuple((step, int(since(one)), int(since(end))) for step, one, end in trace.steps)
 
 
 @contextmanager
@@ -358,3 +437,12 @@ def contradictions_are_data_errors(*folders: str | Path):
             f" {type(error).__name__} {brief(str(error))} at"
             f" {Path(at.filename).name}:{at.lineno}; {HOW_TO}"
         ) from error
+
+
+def entries(kind, value: dict):
+    """Return the entries of a JSON object that a dataclass has, as that dataclass.
+
+    Raises a ValueError that says which entry lacks or has another type.
+    """
+    names = kind.__dataclass_fields__
+    return built(kind, {name: value[name] for name in names if name in value}, "it")

@@ -15,7 +15,6 @@ from mpipar.models.decoder import ENTRY
 from mpipar.run.process.streams import warn
 from mpipar.run.trace import trace_file
 from mpipar.run.trace.clock import CommonClock, clock_identity, measure_clocks, shared_clocks
-from mpipar.run.trace.contents import Load
 
 SHORTEST_GC_NS = 100_000  # shorter collections are frequent and delay no rank
 
@@ -155,7 +154,6 @@ class Tracer:
             [record for record in recorder.records if record.step in numbers],
             [span for span in recorder.spans if span.step in numbers],
             recorder.operations,
-            [load for load in map(Load._make, recorder.loads) if load.step in numbers],
         )
 
     def _write_meta(self, after: dict | None = None) -> None:

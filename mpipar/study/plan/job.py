@@ -7,16 +7,12 @@ There are a heads of queries and k of keys and values, each of width h.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from mpipar.config.model import ModelConfig
 from mpipar.pipeline.schedules.families import FAMILIES, Family
 from mpipar.study.plan.machine import Machine
-
-# Names of schedules in published runs, and the schedule that keeps as much of as many microbatches.
-PUBLISHED = {"none": "1f1b", "zb-1p": "zb-h1", "zb-2p": "zb-h2"}
-BY_NAME = FAMILIES | {name: FAMILIES[own] for name, own in PUBLISHED.items()}
 
 
 @dataclass(frozen=True)
@@ -166,6 +162,12 @@ class Layout(NamedTuple):
         return self.dp, self.pp, self.cp, self.tp, self.ep
 
     @property
+    def of_passes(self) -> Layout:
+        """The layout without what the passes of a block do not depend on, apart from gathers."""
+        whole = self._replace(dp=1, num_microbatches=1, zero=3 * (self.zero > 1))
+        return whole if self.ep > 1 else whole._replace(pp=1, outer="pp")
+
+    @property
     def data_ranks(self) -> int:
         """Ranks that hold the same weights, apart from experts, and read different tokens."""
         return self.dp * self.cp
@@ -187,7 +189,7 @@ class Layout(NamedTuple):
     @property
     def family(self) -> Family:
         """The schedule's family, which knows how it is made."""
-        return BY_NAME[self.schedule]
+        return FAMILIES[self.schedule]
 
     @property
     def folded(self) -> bool:
@@ -205,9 +207,7 @@ class Layout(NamedTuple):
 
     def blocks_of(self, layers: int) -> tuple[int, ...]:
         """Return the blocks of each stage; the remainder goes to the middle, away from the ends."""
-        share, left = divmod(layers, self.stages)
-        first = (self.stages - left) // 2
-        return (share,) * first + (share + 1,) * left + (share,) * (self.stages - first - left)
+        return spread(layers, self.stages)
 
     def blocks_by_rank(self, layers: int) -> tuple[int, ...]:
         """Return the blocks of each pipeline rank, of all its stages."""
@@ -215,6 +215,14 @@ class Layout(NamedTuple):
         if self.folded:
             return tuple(counts[rank] + counts[-1 - rank] for rank in range(self.pp))
         return tuple(sum(counts[rank :: self.pp]) for rank in range(self.pp))
+
+
+@cache
+def spread(layers: int, stages: int) -> tuple[int, ...]:
+    """Return the blocks of each stage, see `Layout.blocks_of`."""
+    share, left = divmod(layers, stages)
+    first = (stages - left) // 2
+    return (share,) * first + (share + 1,) * left + (share,) * (stages - first - left)
 
 
 class Segment(NamedTuple):
@@ -276,7 +284,6 @@ class Stack:
     weight_bytes: float = 2
     gradient_bytes: float = 4
     optimizer_bytes: float = 12
-    wire_bytes: float = 2
     unit: float = 1.0
     overlap: bool = True
     every_other: bool = False
@@ -292,8 +299,8 @@ class Stack:
 
     def with_dtype(self, dtype: str) -> Stack:
         """Return the same stack in another number format; 32-bit weights need no masters."""
-        wide = {"weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8, "wire_bytes": 4}
-        return replace(self, **wide, number_bytes=4) if dtype == "float32" else self
+        wide = {"weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8, "number_bytes": 4}
+        return replace(self, **wide) if dtype == "float32" else self
 
 
 MEGATRON = (

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from mpipar.config.sections import Config
 from mpipar.pipeline.instructions import parts
+from mpipar.pipeline.schedules.families import FAMILIES
 from mpipar.study.explain.predict import predict
-from mpipar.study.plan.job import BY_NAME, Layout, Shape, Stack, segments
+from mpipar.study.plan.job import Layout, Shape, Stack, segments
 
 GIB = 1 << 30
 AGAIN = 2.5  # a recomputed block holds its stash, and gradients in two widths besides: published
@@ -87,7 +88,7 @@ def in_flight(schedule: str, pp: int, chunks: int, rank: int, m: int) -> list[tu
 
     Each pair is (those between their input gradient and the weight gradient, the most before it).
     """
-    family = BY_NAME[schedule]
+    family = FAMILIES[schedule]
     waiting, pending = 0, 0
     most: dict[int, int] = {}
     for instr in family.order(pp, rank, m, *(chunks,) if family.looped else ()):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mpipar.study.plan.job import Layout, Segment, Shape, Stack, segments
 from mpipar.study.plan.machine import Machine
-from mpipar.study.schedules.forms import FORMS, FULL, POSTPONED, Form, Letters
+from mpipar.study.schedules.forms import FORMS, Letters
 
 # How often an activation crosses memory outside matmuls, forward and backward: two norms and two
 # residual sums with dropout; the activation function; the copies of q, k and v; routed tokens.
@@ -27,12 +27,6 @@ SLOWED = 0.5  # seconds that computing loses per second of what is sent beside i
 SUM_OF_PARTS = 1.2  # time of reduce-scatter + all-gather over one all-reduce of the same bytes
 BARRIER = 0.07  # launch of a barrier over launches of a block's forward: chosen on steps
 UNALIGNED = 2.5  # time of a matmul over a vocabulary that is no multiple of 8: chosen on steps
-# The bubbles of schedules, published ones too. zb-2p has none: a step begins before the last ends.
-BUBBLES = {name: forms.bubble for name, forms in FORMS.items() if forms.bubble} | {
-    "none": FULL,
-    "zb-1p": POSTPONED,
-    "zb-2p": Form("0", lambda n: 0),
-}
 BEYOND = 2.0  # points of MFU by which a plan may exceed the best measured step of its device
 
 
@@ -134,8 +128,26 @@ def beside(moved: float, window: float, overlap: bool = True) -> float:
     return out + SLOWED * (moved - out)
 
 
-def block_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> Block:
-    """Return the passes of a block on one microbatch, averaged over all blocks, and of the head."""
+def block_of(
+    shape: Shape,
+    layout: Layout,
+    machine: Machine,
+    stack: Stack,
+    known: dict[Layout, Block] | None = None,
+) -> Block:
+    """Return the passes of a block on one microbatch, averaged over all blocks, and of the head.
+
+    known: passes without gathers, by `Layout.of_passes`, to which missing ones are added.
+    """
+    known, alike = {} if known is None else known, layout.of_passes
+    if alike not in known:
+        known[alike] = passes_of(shape, alike, machine, stack)
+    block = known[alike]
+    return gathered(shape, layout, machine, stack, block) if layout.zero > 1 else block
+
+
+def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> Block:
+    """Return the passes of a block without gathers. layout: see `Layout.of_passes`."""
     rates, e, tp = Rates(machine, stack), stack.number_bytes, layout.tp
     n = layout.rows * shape.tokens / layout.cp
     q, kv = (count * shape.head_dim / tp for count in (shape.heads, shape.kv_heads))
@@ -205,8 +217,7 @@ def block_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> Bl
     elif layout.recompute == "attention" and stack.every_other:
         again = Pass(forward / 2, elementwise=elementwise[0])
     head = head_of(shape, layout, stack, rates, n)._replace(tp=barriers if tp > 1 else 0.0)
-    block = Block(f, i, w, again, head)
-    return gathered(shape, layout, machine, stack, block) if layout.zero > 1 else block
+    return Block(f, i, w, again, head)
 
 
 def head_of(shape: Shape, layout: Layout, stack: Stack, rates: Rates, n: float) -> Pass:
@@ -224,13 +235,12 @@ def gathered(shape: Shape, layout: Layout, machine: Machine, stack: Stack, block
     Weights that stay for the step are gathered for its first microbatch only.
     """
     gather = over_all(machine.all_gather, segments(shape, layout, 1.0), stack.number_bytes)
-    scatter = gather * stack.wire_bytes / stack.number_bytes
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
     backward = block.i.total + block.w.total + block.again.total
     forward = often * beside(gather, block.f.total, stack.overlap)
     return block._replace(
         f=block.f._replace(gathers=forward),
-        i=block.i._replace(gathers=often * beside(gather + scatter, backward, stack.overlap)),
+        i=block.i._replace(gathers=often * beside(2 * gather, backward, stack.overlap)),
     )
 
 
@@ -304,7 +314,9 @@ def closed(shape: Shape, layout: Layout, block: Block, busy: list[float]) -> flo
     """
     m, again = layout.num_microbatches, block.i.total + block.again.total
     letters = Letters(2, m, 1, block.f.total, again, block.w.total)
-    each, counts = BUBBLES[layout.schedule].value(letters), layout.blocks_of(shape.layers)
+    bubble = FORMS[layout.schedule].bubble
+    assert bubble, "other schedules are simulated"
+    each, counts = bubble.value(letters), layout.blocks_of(shape.layers)
     waits = [before * each for before in accumulate(counts[: layout.pp - 1], initial=0)]
     if layout.family.split:
         waits = [waits[-1]] * layout.pp
@@ -334,12 +346,11 @@ def sum_seconds(
     window = max(0, blocks - 1)  # the last block's gradients find nothing to hide beside
     backward = window * (block.i.total + block.w.total + block.again.total)
     if layout.zero == 0:
-        return beside(over_all(machine.all_reduce, own, stack.wire_bytes), backward, stack.overlap)
-    sums, weights = (
-        over_all(machine.all_gather, own, size) for size in (stack.wire_bytes, stack.number_bytes)
-    )
-    forward = beside(weights, window * block.f.total, stack.overlap)
-    return beside(sums, backward, stack.overlap) + forward
+        sums = over_all(machine.all_reduce, own, stack.number_bytes)
+        return beside(sums, backward, stack.overlap)
+    each = over_all(machine.all_gather, own, stack.number_bytes)
+    forward = beside(each, window * block.f.total, stack.overlap)
+    return beside(each, backward, stack.overlap) + forward
 
 
 def update_seconds(layout: Layout, machine: Machine, stack: Stack, own: list[Segment]) -> float:

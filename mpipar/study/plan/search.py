@@ -33,6 +33,7 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 TWICE = ("zb-h2", "zb-v")  # have the bubble of their formula with so many microbatches
 MOST_ROWS = 64  # of a microbatch
 INTERVALS = (1, 10, 50)  # steps from one meeting of islands to the next
+CLOSE = 1 / 12  # how far our own step on shapes may be from the closed form of its memory
 LONG = 8192  # tokens from which cutting a sequence pays off
 
 
@@ -182,17 +183,18 @@ def search(question: Question, count: int = 5) -> Plan:
     rejected: Counter = Counter()
     best: dict[tuple, Candidate] = {}
     least, seen, flights = None, 0, cache(in_flight)
-    ways = [(cut, block_of(shape, cut, machine, stack)) for cut in cuts(question, rejected)]
+    known: dict[Layout, Block] = {}
+    ways = [(cut, block_of(shape, cut, machine, stack, known)) for cut in cuts(question, rejected)]
     for cut, block in sorted(ways, key=lambda way: computing(shape, *way)):
         seconds = computing(shape, cut, block)
         for schedule, chunks in schedules(question, cut.pp, cut.num_microbatches, rejected):
-            known = best.get(cut.grid)
-            if known and known.step.modelled <= seconds:
+            first = best.get(cut.grid)
+            if first and first.step.modelled <= seconds:
                 break  # no schedule makes it the best of its grid
             seen += 1
             layout = cut._replace(schedule=schedule, chunks=chunks)
             step = step_time(shape, layout, machine, stack, block)
-            if known and known.step.modelled <= step.modelled:
+            if first and first.step.modelled <= step.modelled:
                 continue
             candidate = Candidate(layout, step, fullest(shape, layout, stack, flights))
             if candidate.memory.total <= question.gib * GIB:
@@ -224,22 +226,25 @@ def nodes_of_data(question: Question, layout: Layout) -> int:
 
 
 def fewest_nodes_first(
-    question: Question, found: Iterable[Candidate], rejected: Counter
+    question: Question, found: Iterable[Candidate], rejected: Counter, exact: bool = True
 ) -> list[Candidate]:
     """Return candidates by time, in front the one of fewest nodes of those as fast as the fastest.
 
-    Its memory is that of mpipar's own step, on shapes; what does not fit is removed.
+    Its memory is that of mpipar's own step, on shapes; what does not fit is removed. exact: whether
+    its memory is asked for; otherwise only whether it fits, which the closed form may tell.
     """
+    limit = question.gib * GIB
     ranked = sorted(found, key=lambda one: one.step.modelled)
     while ranked:
         close = ranked[0].step.modelled * (1 + question.stack.spread / 100)
         near = [one for one in ranked if one.step.modelled <= close]
         chosen = min(near, key=lambda one: nodes_of_data(question, one.layout))
         ranked = [one for one in ranked if one is not chosen]
-        if question.on_shapes is None or not question.stack.own:
+        surely = not exact and chosen.memory.total * (1 + CLOSE) <= limit
+        if question.on_shapes is None or not question.stack.own or surely:
             return [chosen, *ranked]
         memory = question.on_shapes(chosen.layout)
-        if memory.total <= question.gib * GIB:
+        if memory.total <= limit:
             return [chosen._replace(memory=memory), *ranked]
         rejected["does not fit in memory"] += 1
     return []
@@ -276,7 +281,7 @@ def ways_across(question: Question, named: Config) -> list[Way]:
     for layout, step, _ in whole[:1]:
         passes = 3 * layout.num_microbatches if layout.zero == 3 else 2
         moved = passes * (1 - 1 / layout.data_ranks) * shape.parameters
-        ways.append(Way(0, layout, step.total, moved * question.stack.wire_bytes))
+        ways.append(Way(0, layout, step.total, moved * question.stack.number_bytes))
     inside = question._replace(
         ranks=site,
         batch_size=question.batch_size // count,
@@ -297,10 +302,14 @@ def ways_across(question: Question, named: Config) -> list[Way]:
 def memory_on_shapes(named: Config, question: Question, layout: Layout) -> Memory:
     """Return what mpipar's own step keeps on the rank that is fullest in closed form.
 
-    Two microbatches for each pipeline rank fill it.
+    Two microbatches for each pipeline rank fill it, if need be one.
     """
-    found = by_rank(question.shape, layout, question.stack)
-    few = layout._replace(num_microbatches=min(layout.num_microbatches, 2 * layout.pp))
-    config = config_of(named, question.shape, few, question.dtype, question.machine.device)
+    found, pp = by_rank(question.shape, layout, question.stack), layout.pp
     rank = max(found, key=lambda rank: found[rank].total)
+    once, twice = (
+        in_flight(layout.schedule, pp, layout.chunks, rank, many * pp) for many in (1, 2)
+    )
+    enough = pp if pp > 1 and once == twice else 2 * pp
+    few = layout._replace(num_microbatches=min(layout.num_microbatches, enough))
+    config = config_of(named, question.shape, few, question.dtype, question.machine.device)
     return on_shapes(resolve(config, layout.ranks)[0], layout, rank)

@@ -24,7 +24,7 @@ from mpipar.comm.grid import chunk_size
 from mpipar.comm.record import Sums
 from mpipar.layers.norm import Residual
 from mpipar.study.explain.predict import predict
-from mpipar.study.trace.flight import flight_ns
+from mpipar.study.measured_step import flight_ns
 
 HERE = LAYOUTS[WORLD.size]
 # Calls of a block forward and backward: all-reduces (one of them is attention's), all-gathers. Of

@@ -21,7 +21,7 @@ from mpipar.layers.parallel.row import RowLinear
 from mpipar.layers.stash import Stash
 from mpipar.ops import make
 from mpipar.study.explain.predict import predict
-from mpipar.study.trace.flight import flight_ns
+from mpipar.study.measured_step import flight_ns
 
 LAYERS = {
     "attn.qkv": "self.qkv.",

@@ -153,7 +153,7 @@ def resigned(path):
 
 KINDS = {
     "meta.json": of_trace("trace/meta.json"),
-    "rank": of_trace("trace/rank-00001.jsonl"),
+    "rank": of_trace("trace/rank-00001.bin"),
     "metrics.jsonl": of_trace("metrics.jsonl"),
     "TOML": of_toml,
     "CSV": of_csv,

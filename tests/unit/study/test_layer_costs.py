@@ -9,7 +9,7 @@ from test_explain import LLAMA, RING, configure, context
 
 from mpipar.comm.record import STATE_CHANGES, family, state_change
 from mpipar.config.train import MemoryConfig
-from mpipar.study.explain import formulas, memory_formulas
+from mpipar.study.explain import formulas
 from mpipar.study.explain.layer_costs import CONTEXT, CUTS, KINDS, value
 from mpipar.study.explain.predict import predict, unit_memory
 
@@ -18,7 +18,7 @@ from mpipar.study.explain.predict import predict, unit_memory
 
 def assert_block_forms(config):
     """What a block keeps of a microbatch, as the layers on shapes count it."""
-    memory, forms = unit_memory(config), memory_formulas.block(config)
+    memory, forms = unit_memory(config), formulas.kept_by_block(config)
     for field, (text, size) in zip(("stash_bytes", "kept_bytes"), forms.values(), strict=True):
         assert memory[field][1:3] == (size, size), (field, text)
 

@@ -14,9 +14,8 @@ from mpipar.errors import UsageError
 from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.resume import resumed
 from mpipar.study.explain.predict import fullest, predict
-from mpipar.study.plan.auto import best_of, legal_layouts, with_best_layout
 from mpipar.study.plan.machine import SHEETS, load_machine
-from mpipar.study.plan.of_config import step_of
+from mpipar.study.plan.of_config import best_of, legal_layouts, step_of, with_best_layout
 
 H200 = (SHEETS / "h200.toml").read_text()
 MORE_LINKS = "[[links]]\njoins = 64\ngbytes_s = 9.0\nlatency_us = 9.0\n\n[[links]]\njoins = 0"

@@ -21,6 +21,7 @@ from mpipar.study.plan.memory import GIB, by_rank, fullest, in_flight, on_shapes
 from mpipar.study.plan.model import BEYOND, Pass, Rates, block_of, head_of, step_time
 from mpipar.study.plan.of_config import config_of
 from mpipar.study.plan.search import (
+    CLOSE,
     Question,
     cuts,
     nodes_of_data,
@@ -220,12 +221,12 @@ def test_recomputation_zero_and_tp_save_memory():
     ids=str,
 )
 def test_the_closed_form_of_our_own_memory_is_the_step_on_shapes(preset, layout):
-    """To a twelfth: gathered units, and what exchanges and messages need, are roundly counted."""
+    """Gathered units, and what exchanges and messages need, are roundly counted."""
     shape, named = shape_of(preset), build({"preset": preset})
     config = config_of(named, shape, layout, "bfloat16", "cuda")
     for rank, closed in by_rank(shape, layout, STACKS["mpipar"]).items():
         real = on_shapes(resolve(config, layout.ranks)[0], layout, rank)
-        assert closed.total == pytest.approx(real.total, rel=1 / 12), rank
+        assert closed.total == pytest.approx(real.total, rel=CLOSE), rank
 
 
 # --- published steps

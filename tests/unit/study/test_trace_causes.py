@@ -336,15 +336,6 @@ def found_in(run):
     return {finding.kind: finding for finding in Analysis(run).findings}
 
 
-@pytest.mark.slow
-def test_an_uneven_stage_is_named(tmp_path):
-    run = traced(tmp_path / "run", *SIZE, "--layers", "4", "--stage-layers", "4,0")
-    finding = found_in(run)["uneven stage"]
-    assert finding.text.startswith("pipeline rank 0 (stage 0: embedding, blocks 0-3) computes ")
-    assert finding.text.endswith("balanced by FLOPs: --stage-layers 2,2")
-    assert finding.lost_ms > 0
-
-
 @pytest.mark.alone
 def test_a_heavy_head_is_named(tmp_path):
     np.arange(16_000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
