@@ -273,13 +273,12 @@ def step_time(
     if pipeline is None:
         pipeline = closed(shape, layout, block, busy)
     copies = 1 if shape.tied or layout.pp > 1 else 2
-    tables = shape.width * shape.vocab * copies
+    held = segments(shape, layout, max(blocks), shape.width * shape.vocab * copies)
     if layout.zero > 1:  # gathers of blocks are in their passes; the tables are units, too
         often = m if layout.zero == 3 else 1
         nbytes = shape.table_parameters * stack.number_bytes / layout.tp
         sums = often * machine.all_gather(nbytes, layout.data_ranks, layout.data_stride)
     else:
-        held = segments(shape, layout, max(blocks), tables)
         sums = sum_seconds(layout, machine, stack, block, held, max(blocks))
     own = each.times(m * blocks[rank])
     if rank == layout.last_rank:
@@ -294,7 +293,7 @@ def step_time(
         max(0.0, pipeline - busy[rank]),
         hop_seconds(shape, layout, machine, stack),
         own.gathers + sums,
-        update_seconds(layout, machine, stack, segments(shape, layout, max(blocks), tables)),
+        update_seconds(layout, machine, stack, held),
     )
     return capped(shape, layout, machine, step)
 

@@ -233,14 +233,14 @@ def impossible(question: Question, plan: Plan) -> str:
     """Return why nothing fits, and how many devices would do."""
     if plan.least is None:
         return "use another layout: the given parts of it leave none that can be run"
-    least = plan.least
+    layout, memory = plan.least
     lines = [
         (
-            f"no layout fits: the one that needs least has {least.memory.total / GIB:.1f} GiB on"
+            f"no layout fits: the one that needs least has {memory.total / GIB:.1f} GiB on"
             f" its fullest rank, and {question.gib:.1f} are there"
         ),
-        f"  {words_of(least.layout)}",
-        f"  states alone take {sum(least.memory[:3]) / GIB:.1f} GiB of it",
+        f"  {words_of(layout)}",
+        f"  states alone take {sum(memory[:3]) / GIB:.1f} GiB of it",
     ]
     more = (question._replace(ranks=factor * question.ranks) for factor in FACTORS)
     enough = next((one.ranks for one in more if search(one, 1).best), None)

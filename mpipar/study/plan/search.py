@@ -87,7 +87,7 @@ class Plan(NamedTuple):
     others: list[Candidate]
     seen: int
     rejected: dict[str, int]
-    least: Candidate | None
+    least: tuple[Layout, Memory] | None
     tied: Candidate | None
 
 
@@ -182,26 +182,26 @@ def search(question: Question, count: int = 5) -> Plan:
     shape, machine, stack = question.shape, question.machine, question.stack
     rejected: Counter = Counter()
     best: dict[tuple, Candidate] = {}
-    least, seen, flights = None, 0, cache(in_flight)
+    least: tuple[Layout, Memory] | None = None
+    seen, flights = 0, cache(in_flight)
+    memory = cache(lambda layout: fullest(shape, layout, stack, flights))
     known: dict[Layout, Block] = {}
     ways = [(cut, block_of(shape, cut, machine, stack, known)) for cut in cuts(question, rejected)]
     for cut, block in sorted(ways, key=lambda way: computing(shape, *way)):
-        seconds = computing(shape, cut, block)
+        seconds, first = computing(shape, cut, block), best.get(cut.grid)
         for schedule, chunks in schedules(question, cut.pp, cut.num_microbatches, rejected):
-            first = best.get(cut.grid)
             if first and first.step.modelled <= seconds:
                 break  # no schedule makes it the best of its grid
             seen += 1
             layout = cut._replace(schedule=schedule, chunks=chunks)
+            held = memory(layout._replace(outer="pp"))
+            if held.total > question.gib * GIB:
+                rejected["does not fit in memory"] += 1
+                least = min(least or (layout, held), (layout, held), key=lambda one: one[1].total)
+                continue
             step = step_time(shape, layout, machine, stack, block)
-            if first and first.step.modelled <= step.modelled:
-                continue
-            candidate = Candidate(layout, step, fullest(shape, layout, stack, flights))
-            if candidate.memory.total <= question.gib * GIB:
-                best[cut.grid] = candidate
-                continue
-            rejected["does not fit in memory"] += 1
-            least = min(least or candidate, candidate, key=lambda one: one.memory.total)
+            if not first or step.modelled < first.step.modelled:
+                first = best[cut.grid] = Candidate(layout, step, held)
     chosen = fewest_nodes_first(question, best.values(), rejected)
     fastest = min(chosen, key=lambda one: one.step.modelled, default=None)
     return Plan(
