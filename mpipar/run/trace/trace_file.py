@@ -335,11 +335,12 @@ def _why_missing(folder: Path) -> str:
 
 @contextmanager
 def _without_collections():
-    """Pause the garbage collector, which would visit all rows read so far again and again."""
+    """Keep the garbage collector from visiting all rows again and again, here and later."""
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -15,7 +15,6 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from operator import itemgetter
 from typing import NamedTuple
 
 from mpipar.comm.record import PASSES, Families
@@ -167,10 +166,7 @@ class Causes:
     def __init__(self, trace: Trace, waits: Waits, segments: list[list[Segment]]):
         self.ranks, self.waits, self.segments = trace.ranks, waits, segments
         self.starts = [[segment.start for segment in own] for own in segments]
-        self.operations = [
-            [(one.start_ns, one.end_ns, one.layer) for one in rank.operations]
-            for rank in trace.ranks
-        ]
+        self.operations = [[one.start_ns for one in rank.operations] for rank in trace.ranks]
         self.meetings, self.families = Meetings(waits), Families()
         # By the id of a call: {cause: nanoseconds}, and the earlier wait that explains it best.
         self.parts: dict[int, dict[Cause, float]] = {}
@@ -245,6 +241,7 @@ class Causes:
     def work(self, rank: int, start: int, end: int) -> Work:
         """Return what a rank did between two moments."""
         work, left = Work(), end - start
+        passes: dict[tuple, dict] = defaultdict(lambda: defaultdict(int))
         for segment in self._within(rank, start, end):
             left -= segment.length
             kind, call, span = segment.kind, segment.call, segment.span
@@ -257,31 +254,34 @@ class Causes:
                 what = f"transfer of {self.families[call.record.name]} ({call.record.axis})"
                 work.add(kind, what, Cause(kind, ranks, what), segment.length)
             elif kind in PASSES:
-                self._passing(rank, segment, work)
+                self._passing(rank, segment, passes[kind, span.stage])
             else:
                 kind = "save" if kind == "transfer" else kind
                 work.add(kind, "", Cause(kind, (rank,), WORDS[kind]), segment.length)
+        for (kind, stage), layers in passes.items():
+            for layer, length in layers.items():
+                work.add("compute", *self._computing(rank, kind, stage, layer), length)
         if left > 0:  # before its first or after its last traced step
             work.add("outside", "", Cause("outside", (rank,), "outside the traced steps"), left)
         return work
 
-    def _passing(self, rank: int, segment: Segment, work: Work) -> None:
-        """Add a piece of a pass, by layer if the trace timed the operations of layers.
+    def _passing(self, rank: int, segment: Segment, layers: dict[str, int]) -> None:
+        """Add a piece of a pass to {layer: nanoseconds}, if the trace timed operations of layers.
 
         Time between two operations belongs to the layer of the second.
         """
-        operations, layers, (now, last, kind, span, _) = self.operations[rank], {}, segment
-        first = max(0, bisect_right(operations, now, key=itemgetter(0)) - 1)
-        stop = bisect_left(operations, span.end_ns, key=itemgetter(0))
-        for _, end, layer in operations[first:stop]:
+        starts, operations = self.operations[rank], self.ranks[rank].operations
+        now, last = segment.start, segment.end
+        first = max(0, bisect_right(starts, now) - 1)
+        for place in range(first, bisect_left(starts, segment.span.end_ns)):
+            layer, _, _, end, *_ = operations[place]
             until = min(end, last)
             if until > now:
-                layers[layer] = layers.get(layer, 0) + until - now
+                layers[layer] += until - now
                 now = until
-        layers[""] = last - now
-        for layer, length in layers.items():
-            if length > 0:
-                work.add("compute", *self._computing(rank, kind, span.stage, layer), length)
+            if now == last:
+                return
+        layers[""] += last - now
 
     def _computing(self, rank: int, kind: str, stage: int, layer: str) -> tuple:
         """Return by what a layer's part of a pass is comparable, and its cause."""

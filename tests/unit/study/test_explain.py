@@ -14,7 +14,7 @@ from program import environment
 from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.config.grid import GridConfig
-from mpipar.config.model import ModelConfig, model_config
+from mpipar.config.model import ModelConfig
 from mpipar.config.resolve import resolve
 from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
@@ -25,90 +25,99 @@ from mpipar.study.plan.machine import load_machine
 from mpipar.study.plan.of_config import step_of
 from mpipar.train.build import configured_schedule
 
-CASES = [
-    ((1, 1, 2), "1f1b", "pair"), ((1, 1, 4), "1f1b", "gather"), ((1, 4, 1), "gpipe", "pair"),
-    ((2, 2, 2), "1f1b", "pair"), ((2, 2, 2), "interleaved", "gather"), ((1, 2, 2), "zb-v", "pair"),
-    ((1, 1, 4), "1f1b", "reduce"),
-]  # fmt: skip
-DTYPES = ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)]
 
-
-def configure(
-    layout,
-    schedule="1f1b",
-    ffn_cut="pair",
-    *,
-    grid=None,
-    memory=None,
-    run=None,
-    model=None,
-    **settings,
-):
-    """A resolved config of a small decoder, with other settings, or of another model."""
+def configure(layout, schedule="1f1b", memory=None, **settings):
+    """A resolved config of a small decoder, with settings of any section."""
     dp, pp, tp = layout
     config = Config(
-        ModelConfig(
-            layers=5, d_model=24, heads=4, ffn=21, seq_len=9, vocab_size=31, ffn_cut=ffn_cut
-        ),
+        ModelConfig(layers=5, d_model=24, heads=4, ffn=21, seq_len=9, vocab_size=31),
         GridConfig(dp=dp, pp=pp, tp=tp, num_microbatches=4, schedule=schedule),
-        TrainConfig(batch_size=16),
+        TrainConfig(batch_size=16, bucket_bytes=2000),
     )
-    config = resolve(config, dp * pp * tp)[0]
-    return replace(
-        config,
-        grid=replace(config.grid, **grid or {}),
-        memory=memory or MemoryConfig(),
-        run=replace(config.run, **run or {}),
-        model=model or replace(config.model, **settings),
-    )
+    parts = vars(resolve(config, dp * pp * tp)[0]) | {"memory": memory or MemoryConfig()}
+    for name, value in settings.items():
+        section = next(one for one in ("model", "grid", "run") if name in vars(parts[one]))
+        parts[section] = replace(parts[section], **{name: value})
+    config = Config(**parts)
+    return resolve(config, config.grid.num_ranks)[0] if "experts" in settings else config
 
 
-def context(method, cp):
-    """The settings of the grid for cp ranks."""
-    return {"cp": cp, "cp_attention": method if cp > 1 else None}
+RING = {"sequence_parallel": True, "tp_matmul": "ring"}
+LLAMA = {
+    "norm": "rms",
+    "arch": "llama",
+    "activation": "swiglu",
+    "positions": "rope",
+    "bias": "none",
+    "kv_heads": 2,
+}
+GROUPED = LLAMA | {"heads": 8, "d_model": 20, "head_dim": 6, "bias": "qkv", "ffn": 21}
+EXPERTS = {"experts": 4, "ep": 2, "seq_len": 24}
+KEPT = MemoryConfig("block", zero=3, reshard_after_forward="no")
+BLOCK, ZERO1, ZERO3 = MemoryConfig("block"), MemoryConfig(zero=1), MemoryConfig(zero=3)
+# What changes a formula, two or three at a time: cuts, cp, recomputation, ZeRO, number
+# formats, grouped heads, experts, islands, and stages that are held twice or without blocks.
+CASES = [
+    ((1, 1, 2), {}),
+    ((1, 1, 4), {"ffn_cut": "gather"}),
+    ((1, 1, 4), {"ffn_cut": "reduce", "memory": BLOCK}),
+    ((2, 2, 2), {"ffn_cut": "gather", "schedule": "interleaved", "dtype": "bfloat16"}),
+    ((1, 2, 2), {"ffn_cut": "reduce", "cp": 2, "cp_attention": "ring", "seq_len": 8}),
+    ((1, 4, 1), {"schedule": "gpipe"}),
+    ((1, 1, 2), {"sequence_parallel": True}),  # 9 tokens: those of the last rank are padded
+    ((1, 2, 4), {"sequence_parallel": True, "memory": BLOCK, "dtype": "bfloat16"}),
+    ((2, 2, 2), {"sequence_parallel": True, "schedule": "zb-v", "memory": ZERO3}),
+    ((1, 1, 4), RING | {"memory": BLOCK}),
+    ((1, 2, 4), RING | {"norm": "rms"}),
+    ((2, 2, 2), RING | {"memory": ZERO1, "dtype": "bfloat16"}),
+    ((1, 2, 1), {"schedule": "dualpipe-v"}),
+    ((1, 4, 1), {"schedule": "interleaved", "dtype": "bfloat16"}),
+    ((1, 2, 2), {"schedule": "zb-v", "stage_layers": (0, 3, 2, 0)}),
+    ((2, 2, 2), {"schedule": "interleaved", "stage_layers": (2, 0, 0, 3)}),
+    ((1, 2, 2), {"schedule": "dualpipe-v", "stage_layers": (0, 5, 0, 0)}),
+    ((1, 4, 1), {"stage_layers": (0, 5, 0, 0)}),
+    ((1, 1, 1), {"cp": 4, "cp_attention": "ring", "seq_len": 24}),
+    ((2, 1, 2), {"cp": 2, "cp_attention": "ring", "seq_len": 8, "memory": BLOCK}),
+    ((1, 1, 1), {"cp": 4, "cp_attention": "gather", "seq_len": 8, "memory": BLOCK}),
+    ((2, 1, 2), {"cp": 4, "cp_attention": "gather", "seq_len": 24, "dtype": "bfloat16"}),
+    ((1, 1, 1), {"cp": 4, "cp_attention": "ulysses", "seq_len": 8, "memory": BLOCK}),
+    ((2, 2, 2), {"cp": 2, "cp_attention": "ulysses", "seq_len": 24, "sequence_parallel": True}),
+    ((2, 1, 2), {"cp": 2, "cp_attention": "ring", "seq_len": 8, "memory": KEPT} | RING),
+    ((1, 1, 4), GROUPED),  # two ranks of tp hold the same head of keys and values
+    ((1, 2, 4), GROUPED | {"cp": 2, "cp_attention": "ring", "seq_len": 24, "memory": BLOCK}),
+    ((2, 1, 4), GROUPED | {"cp": 2, "cp_attention": "gather", "seq_len": 24, "memory": ZERO3}),
+    ((1, 1, 1), GROUPED | {"cp": 2, "cp_attention": "ulysses", "seq_len": 24}),
+    ((2, 2, 1), {"memory": ZERO1}),
+    ((2, 2, 1), {"memory": KEPT, "dtype": "bfloat16"}),
+    ((4, 1, 1), {"memory": ZERO3, "tied": False}),
+    ((2, 2, 1), {"memory": ZERO3, "cp": 2, "cp_attention": "ring", "seq_len": 8}),
+    ((4, 1, 1), {"islands": 1}),
+    ((4, 2, 2), {"islands": 2}),
+    ((4, 1, 1), {"islands": 2, "memory": ZERO1}),
+    ((4, 2, 2), {"islands": 2, "memory": ZERO3}),
+    ((4, 1, 2), EXPERTS),
+    ((4, 1, 2), EXPERTS | {"shared_expert_ffn": 10, "memory": ZERO1}),
+    ((4, 2, 2), EXPERTS | {"expert_interval": 2, "memory": BLOCK}),
+    ((2, 1, 2), EXPERTS | {"sequence_parallel": True, "cp": 2, "memory": ZERO3}),
+]
 
 
-def explained(config):
-    """{(axis, operation)} of the records of all ranks that have a formula, which must be right."""
-    found, costs = set(), formulas.units_of(config)
-    for world_rank in range(config.grid.num_ranks):
-        prediction = predict(config, world_rank)
-        for record in prediction.recorder.records:
-            formula = formulas.payload(record, costs, len(prediction.groups[record.axis]))
-            if formula is None:
-                assert record.name.startswith(("grads.", "step.norm")), record.name
-            else:
-                assert formula[1] == record.payload_bytes, (formula[0], record)
-                found.add((record.axis, record.operation))
-    return found
-
-
-@pytest.mark.parametrize("tp_matmul", ["plain", "ring"])
-@pytest.mark.parametrize("layout", [(1, 1, 2), (1, 2, 4)], ids=str)
-def test_sequence_parallel_payloads_follow_their_formulas(layout, tp_matmul):
-    """9 tokens lie on 2 or 4 ranks: those of the last rank are padded."""
-    config = configure(layout, sequence_parallel=True, tp_matmul=tp_matmul)
-    messages = {("tp", "send"), ("tp", "recv")} if tp_matmul == "ring" else set()
-    pipeline = {("pp", "send"), ("pp", "recv")} if layout[1] > 1 else set()
-    assert (
-        explained(config) == {("tp", "all_gather"), ("tp", "reduce_scatter")} | messages | pipeline
-    )
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_formulas_give_what_the_step_on_shapes_counts(case):
-    config = configure(*case)
-    assert explained(config)
-    assert_closed_forms(config)
-
-
-def assert_closed_forms(config):
-    """Calls and bytes of every rank's step, and of one block and microbatch of it."""
+@pytest.mark.parametrize(("layout", "settings"), CASES, ids=str)
+def test_formulas_give_what_the_step_on_shapes_counts(layout, settings):
+    """Each payload, calls and bytes of every rank's step, and of one block and microbatch of it."""
+    config = configure(layout, **settings)
     grid_sizes, schedule = config.grid, configured_schedule(config.grid)
+    costs = formulas.units_of(config)
     split = models.layer_split(config, schedule)
     for world_rank in range(grid_sizes.num_ranks):
         grid, prediction = Grid.of(config.grid, world_rank), predict(config, world_rank)
         records = prediction.recorder.records
+        for record in records:
+            formula = formulas.payload(record, costs, len(prediction.groups[record.axis]))
+            if formula is None:
+                assert record.phase == "sync" or record.axis not in ("tp", "pp", "cp", "kv"), record
+            elif not record.operation.startswith("all_to_all"):
+                assert formula[1] == record.payload_bytes, (formula[0], record)
         expected = formulas.expected(config, schedule, split, grid, prediction)
         axes = {one.axis for one in records}
         assert expected.keys() == axes - {"tie"}
@@ -131,76 +140,16 @@ def assert_closed_forms(config):
             assert (len(block), sum(each.wire_bytes for each in block)) == (one.calls, one.sent)
 
 
-@pytest.mark.parametrize("zero", [0, 1, 3])
-@pytest.mark.parametrize("layout", [(4, 1, 1), (4, 2, 2)], ids=str)
-def test_a_step_in_which_islands_meet_follows_the_closed_forms(layout, zero):
-    """Its sums of weights, and the memory of an outer optimizer; also where N is 1."""
-    for islands in (1, 2):
-        grid = {"islands": islands}
-        assert_closed_forms(configure(layout, grid=grid, memory=MemoryConfig(zero=zero)))
-
-
 def test_a_predicted_step_has_its_share_of_a_meeting():
     """Also inside an island fewer ranks sum gradients."""
     machine, seconds = load_machine("cpu", 4), {}
     for interval in (1, 2, 1000):
-        config = configure((4, 1, 1), grid={"islands": 2})
+        config = configure((4, 1, 1), islands=2)
         config = replace(config, train=replace(config.train, outer_interval=interval))
         seconds[interval] = step_of(config, machine).sums
     meeting = 2 * (seconds[1] - seconds[2])
     assert meeting > 0
     assert seconds[1000] == pytest.approx(seconds[1] - 0.999 * meeting)
-
-
-RING = {"sequence_parallel": True, "tp_matmul": "ring"}
-
-
-@pytest.mark.parametrize("layout", [(1, 1, 4), (2, 2, 2), (1, 2, 4)], ids=str)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"ffn_cut": "gather"},
-        {"ffn_cut": "reduce"},
-        {"sequence_parallel": True},
-        RING,
-        RING | {"norm": "rms"},
-    ],
-    ids=str,
-)
-def test_a_decoder_s_calls_and_bytes_follow_the_closed_forms(layout, settings):
-    """9 tokens lie on 2 or 4 ranks: those of the last rank are padded."""
-    assert_closed_forms(configure(layout, **settings))
-
-
-@pytest.mark.pairs
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "memory",
-    [MemoryConfig(), MemoryConfig("block"), MemoryConfig(zero=1), MemoryConfig(zero=3)],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("settings", "grid"),
-    [
-        ({}, {}),
-        ({"shared_expert_ffn": 10}, {}),
-        ({"expert_interval": 2}, {"pp": 2}),
-        ({"sequence_parallel": True}, {"dp": 2, "cp": 2}),
-    ],
-    ids=str,
-)
-def test_the_calls_and_bytes_of_experts_follow_the_closed_forms(settings, grid, memory):
-    """Blocks with experts and without them, of which a stage holds two or three."""
-    config = configure(
-        (1, 1, 1),
-        grid={"dp": 4, "tp": 2, "ep": 2} | grid,
-        memory=memory,
-        experts=4,
-        seq_len=24,
-        **settings,
-    )
-    assert_closed_forms(resolve(config, config.grid.num_ranks)[0])
 
 
 def of_experts(ffn):
@@ -239,111 +188,6 @@ def test_explain_prints_the_worst_case_of_experts():
     assert "k(ep-1)/ep = 1 times" in text
 
 
-@pytest.mark.pairs
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("method", "cp"), [("ring", 2), ("ring", 4), ("gather", 4), ("ulysses", 2)]
-)
-@pytest.mark.parametrize(
-    "layout", [(1, 1, 1), (2, 1, 2), pytest.param((2, 2, 2), marks=pytest.mark.slow)], ids=str
-)
-def test_context_parallel_calls_and_bytes_follow_the_closed_forms(layout, method, cp, dtype):
-    config = configure(
-        layout,
-        grid=context(method, cp),
-        run={"dtype": dtype},
-        seq_len=24,
-        sequence_parallel=layout[2] > 1,
-    )
-    assert_closed_forms(config)
-    prediction = predict(config, config.grid.num_ranks - 1)
-    for record in prediction.recorder.records:
-        if record.axis == "cp" and record.operation != "all_to_all":
-            text, size = formulas.payload(record, formulas.units_of(config), cp)
-            assert size == record.payload_bytes, text
-
-
-@pytest.mark.parametrize("memory", [MemoryConfig(), MemoryConfig("block")], ids=str)
-@pytest.mark.parametrize(
-    ("layout", "cp", "method"),
-    [
-        ((1, 1, 4), 1, None),
-        ((1, 2, 4), 2, "ring"),
-        ((2, 1, 4), 2, "gather"),
-        ((1, 1, 1), 2, "ulysses"),
-    ],
-    ids=str,
-)
-def test_grouped_heads_follow_the_closed_forms(layout, cp, method, memory):
-    """8 heads of queries, 2 of keys and values: two ranks of tp hold the same one."""
-    model = model_config(
-        {
-            "arch": "llama",
-            "layers": 4,
-            "d_model": 20,
-            "heads": 8,
-            "kv_heads": 2,
-            "head_dim": 6,
-            "ffn": 21,
-            "seq_len": 24,
-            "vocab_size": 31,
-            "bias": "qkv" if cp == 1 else "none",
-        }
-    ).completed()
-    assert_closed_forms(configure(layout, grid=context(method, cp), model=model, memory=memory))
-
-
-@pytest.mark.parametrize(("layout", "cp"), [((1, 1, 4), 1), ((1, 2, 2), 2)], ids=str)
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"ffn_cut": "gather"}, {"ffn_cut": "reduce"}, {"sequence_parallel": True}, RING],
-    ids=str,
-)
-def test_recomputation_follows_the_closed_forms(layout, cp, settings):
-    assert_closed_forms(
-        configure(
-            layout,
-            grid=context("ring", cp),
-            seq_len=8,
-            memory=MemoryConfig("block"),
-            **settings,
-        )
-    )
-
-
-SHARED = [
-    ((2, 2, 1), 1, "1f1b", {}),
-    ((2, 1, 2), 2, "1f1b", {"sequence_parallel": True}),
-    ((2, 2, 2), 1, "zb-v", {"sequence_parallel": True}),
-    ((4, 1, 1), 1, "1f1b", {"tied": False}),
-]
-
-
-@pytest.mark.pairs
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "memory",
-    [
-        MemoryConfig(zero=1),
-        MemoryConfig(zero=3),
-        MemoryConfig("block", zero=3, reshard_after_forward="no"),
-    ],
-    ids=lambda one: f"{one.zero}-{one.reshard_after_forward}",
-)
-@pytest.mark.parametrize(("layout", "cp", "schedule", "settings"), SHARED, ids=str)
-def test_zero_follows_the_closed_forms(layout, cp, schedule, settings, memory, dtype):
-    config = configure(
-        layout,
-        schedule,
-        grid=context("ring", cp),
-        memory=memory,
-        run={"dtype": dtype},
-        seq_len=8,
-        **settings,
-    )
-    assert_closed_forms(replace(config, train=replace(config.train, bucket_bytes=2000)))
-
-
 def test_recomputation_saves_only_what_lives_from_f_to_i():
     """On its last rank zb-h1 runs I soon after F, and postpones W, which reads the whole stash."""
     saved = {}
@@ -357,53 +201,6 @@ def test_recomputation_saves_only_what_lives_from_f_to_i():
         saved[schedule, rank] = 1 - again / whole
     assert min(saved["1f1b", 0], saved["zb-h1", 0]) > 0.4, saved
     assert 0 <= saved["zb-h1", 3] < 0.1 < saved["1f1b", 3], saved
-
-
-LLAMA = {
-    "norm": "rms",
-    "arch": "llama",
-    "activation": "swiglu",
-    "positions": "rope",
-    "bias": "none",
-    "kv_heads": 2,
-}
-
-
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
-def test_attention_that_runs_again_follows_the_closed_forms(method):
-    assert_closed_forms(
-        configure((1, 1, 1), grid=context(method, 4), memory=MemoryConfig("block"), seq_len=8)
-    )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("schedule", "layout"),
-    [
-        ("dualpipe-v", (1, 2, 1)),
-        ("interleaved", (1, 4, 1)),
-        ("zb-v", (1, 2, 2)),
-    ],
-    ids=str,
-)
-def test_closed_forms_hold_for_stages_held_twice_and_16_bits(schedule, layout, dtype):
-    assert_closed_forms(
-        configure(layout, schedule, run={"dtype": dtype}, sequence_parallel=layout[2] > 1)
-    )
-
-
-@pytest.mark.parametrize(
-    ("schedule", "layout", "split"),
-    [
-        ("zb-v", (1, 2, 2), (0, 3, 2, 0)),
-        ("interleaved", (2, 2, 2), (2, 0, 0, 3)),
-        ("dualpipe-v", (1, 2, 2), (0, 5, 0, 0)),
-        ("1f1b", (1, 4, 1), (0, 5, 0, 0)),
-    ],
-    ids=str,
-)
-def test_closed_forms_hold_for_stages_without_blocks(schedule, layout, split):
-    assert_closed_forms(configure(layout, schedule, grid={"stage_layers": split}))
 
 
 def test_every_barrier_is_listed_in_order_with_bytes_group_and_source():

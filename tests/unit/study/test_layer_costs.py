@@ -2,10 +2,9 @@
 
 import itertools
 from collections import Counter
-from dataclasses import replace
 
 import pytest
-from test_explain import LLAMA, RING, configure, context
+from test_explain import LLAMA, RING, configure
 
 from mpipar.comm.record import STATE_CHANGES, family, state_change
 from mpipar.config.train import MemoryConfig
@@ -57,12 +56,10 @@ def test_what_a_block_keeps_follows_its_closed_form(
     assert_block_forms(
         configure(
             (1, 1, 1),
-            grid=context(method, cp) | {"tp": tp},
             memory=MemoryConfig(recompute),
-            run={"dtype": dtype} | run,
             layers=2,
             seq_len=12,
-            **settings,
+            **{"tp": tp, "cp": cp, "cp_attention": method, "dtype": dtype} | run | settings,
         )
     )
 
@@ -75,10 +72,9 @@ def test_what_a_block_of_other_cuts_keeps_follows_its_closed_form(ffn_cut, norm,
         assert_block_forms(
             configure(
                 (1, 1, 2),
-                "1f1b",
-                ffn_cut,
                 memory=MemoryConfig(recompute),
-                run={"dtype": dtype},
+                ffn_cut=ffn_cut,
+                dtype=dtype,
                 layers=2,
                 norm=norm,
             )
@@ -100,15 +96,9 @@ EVERY_LAYER = [
 
 
 def of_every_layer(layout, cp, settings, recompute):
-    config = configure(layout, "1f1b", "pair")
-    grid = replace(config.grid, cp=cp, cp_attention="ring" if cp > 1 else None)
-    return replace(
-        config,
-        grid=grid,
-        memory=MemoryConfig(recompute),
-        run=replace(config.run, dtype="bfloat16"),
-        model=replace(config.model, seq_len=24, **settings),
-    )
+    whole = {"cp": cp, "cp_attention": "ring" if cp > 1 else None, "dtype": "bfloat16"}
+    memory = MemoryConfig(recompute)
+    return configure(layout, memory=memory, seq_len=24, **whole | settings)
 
 
 @pytest.mark.parametrize(("layout", "cp", "settings", "recompute"), EVERY_LAYER, ids=str)
@@ -239,8 +229,7 @@ def operations(prediction, phases, part):
 
 def test_weights_and_messages_are_transposes_too():
     """ZeRO-3 gathers weights and scatters gradients; a pipeline sends back where it received."""
-    config = configure((2, 2, 1), "1f1b", "pair")
-    config = replace(config, memory=MemoryConfig(zero=3))
+    config = configure((2, 2, 1), memory=MemoryConfig(zero=3))
     prediction = predict(config, 0)
     ((gather, _),) = operations(prediction, "F", "block0.gather")
     ((scatter, _),) = operations(prediction, ("sync",), "block0.scatter")
