@@ -379,7 +379,7 @@ def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, bytes]:
         size = 8 * sum(count * len(kind._fields) for count, kind in pairs)
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}, line 1: not a trace: {brief(str(error), 300)}") from None
-    if len(numbers) != size:
+    if len(numbers) != size or min(trace.rows) < 0:
         raise DataError(
             f"{path}: {len(numbers):,} bytes of rows of {size:,}: was it copied only in part?"
         )
