@@ -18,7 +18,7 @@ from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.study.plan.job import STACKS, Layout, Shape, segments, utilization
 from mpipar.study.plan.machine import Link, fewest_members, load_machine, machine_names
 from mpipar.study.plan.memory import GIB, by_rank, fullest, in_flight, on_shapes
-from mpipar.study.plan.model import BEYOND, Pass, Rates, block_of, head_of, step_time
+from mpipar.study.plan.model import BEYOND, Pass, Rates, block_of, head_of, passes_of, step_time
 from mpipar.study.plan.of_config import config_of
 from mpipar.study.plan.search import (
     CLOSE,
@@ -124,6 +124,18 @@ def test_experts_are_shared_out_by_hand():
     block = block_of(shape, layout, H100, STACKS["megatron"])
     assert block.f.ep == 2 * H100.all_to_all(3 * 32 * 2 * 64 * 2, 4)
     assert block_of(shape, layout._replace(ep=1), H100, STACKS["megatron"]).f.ep == 0
+
+
+def test_passes_depend_on_nothing_that_a_search_leaves_out():
+    for preset, layout in (
+        ("llama-8b", Layout(8, 4, 1, 2, 2, 8, zero=3, outer="dp")),
+        ("mixtral-8x7b", Layout(8, 4, num_microbatches=8, zero=1, outer="dp", ep=8)),
+    ):
+        whole, less = (
+            passes_of(shape_of(preset), one, H100, STACKS["megatron"])
+            for one in (layout, layout.of_passes)
+        )
+        assert whole == less != passes_of(shape_of(preset), Layout(), H100, STACKS["megatron"])
 
 
 def test_a_pass_takes_its_kernels_or_their_launches():
