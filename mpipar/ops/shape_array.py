@@ -171,6 +171,7 @@ class ShapeArray:
         items = index if isinstance(index, tuple) else (index,)
         shape, strides, axis = [], [], 0
         for place, item in enumerate(items):
+            assert axis < len(self.shape) or item in (None, Ellipsis), (index, self.shape)
             if isinstance(item, slice):
                 start, stop, step = item.indices(self.shape[axis])
                 shape.append(len(range(start, stop, step)))
