@@ -7,7 +7,7 @@ There are a heads of queries and k of keys and values, each of width h.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import NamedTuple
 
 from mpipar.config.model import ModelConfig
@@ -207,7 +207,9 @@ class Layout(NamedTuple):
 
     def blocks_of(self, layers: int) -> tuple[int, ...]:
         """Return the blocks of each stage; the remainder goes to the middle, away from the ends."""
-        return spread(layers, self.stages)
+        share, left = divmod(layers, self.stages)
+        first = (self.stages - left) // 2
+        return (share,) * first + (share + 1,) * left + (share,) * (self.stages - first - left)
 
     def blocks_by_rank(self, layers: int) -> tuple[int, ...]:
         """Return the blocks of each pipeline rank, of all its stages."""
@@ -215,14 +217,6 @@ class Layout(NamedTuple):
         if self.folded:
             return tuple(counts[rank] + counts[-1 - rank] for rank in range(self.pp))
         return tuple(sum(counts[rank :: self.pp]) for rank in range(self.pp))
-
-
-@cache
-def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Return the blocks of each stage, see `Layout.blocks_of`."""
-    share, left = divmod(layers, stages)
-    first = (stages - left) // 2
-    return (share,) * first + (share + 1,) * left + (share,) * (stages - first - left)
 
 
 class Segment(NamedTuple):
