@@ -81,7 +81,7 @@ if [[ -n ${REHEARSE:-} ]]; then
     train="--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2"
     batch=2 check=--small functions="--small --repeats 1" patience=10
     attention="--tokens 64 --repeats 1" ladder="--largest 64 --repeats 1"
-    tests="tests/elsewhere/cuda/test_cuda_ops.py" chosen="equals_plain and float64"
+    tests="tests/elsewhere/cuda/test_cuda_ops.py" chosen="equals_plain and float64 and shuffled"
 fi
 
 probe() { # print each thing of the list that is missing: NAME, or NAME: why
