@@ -26,8 +26,8 @@ from bench.program import Outcome, Program
 from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms.mpi_library import MpiTransport
-from mpipar.comm.connect import Options
 from mpipar.comm.group import Comm
+from mpipar.comm.groups import Options
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve

@@ -29,8 +29,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.objects import all_gather_objects, gather_objects
 from mpipar.comm.record import Record, Recorder, as_record, family
-from mpipar.comm.request import Request
-from mpipar.comm.transport import Counts, Exchanged, ShapesTransport
+from mpipar.comm.transport import Counts, Exchanged, Request, ShapesTransport
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError
 from mpipar.interconnect.hosts import check_room, free_bytes

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mpipar.pipeline.schedules.families import FAMILIES
+from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.study.plan.job import STACKS, Layout, Shape, Stack
 from mpipar.study.plan.machine import Machine, load_machine
 from mpipar.study.plan.memory import GIB, fullest

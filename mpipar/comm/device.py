@@ -14,8 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpipar.comm.algorithms.mpi_library import MpiTransport
-from mpipar.comm.request import Done, Request
-from mpipar.comm.transport import Counts, Exchanged
+from mpipar.comm.transport import Counts, Done, Exchanged, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
 

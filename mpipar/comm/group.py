@@ -3,7 +3,7 @@
 There is one `Comm` per group; `groups.py` makes them. Each call has a `name=`, under which a reader
 finds the barrier in tables and traces, and appends one record. In a group of one it does nothing,
 so no layer ever asks how many ranks there are. Reductions work in place on the array they are
-given. How bytes travel is up to the transport (`mpipar/comm/connect.py`). Arrays must be
+given. How bytes travel is up to the transport (`mpipar/comm/groups.py`). Arrays must be
 C-contiguous, because memory is sent as it lies; any other is refused before anything is sent.
 
 Every member of the group must make the same collective calls in the same order. A send needs a recv
@@ -31,8 +31,7 @@ from mpipar.comm.record import (
     as_record,
     close,
 )
-from mpipar.comm.request import Request
-from mpipar.comm.transport import Counts, Exchanged, SelfTransport, Transport
+from mpipar.comm.transport import Counts, Exchanged, Request, SelfTransport, Transport
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
 

@@ -12,8 +12,7 @@ Arrays of other types pass unchanged. Weight gradients are float32, and MPI sums
 from __future__ import annotations
 
 from mpipar.comm.grid import chunk_size
-from mpipar.comm.request import Request
-from mpipar.comm.transport import Counts, Exchanged, Transport
+from mpipar.comm.transport import Counts, Exchanged, Request, Transport
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 

@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import consecutive_slices
-from mpipar.comm.request import Request
-from mpipar.comm.transport import Counts, Exchanged
+from mpipar.comm.transport import Counts, Exchanged, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
 

@@ -1,20 +1,21 @@
-"""What a transport is, and those of a single process, where nothing travels.
+"""What a transport is, its requests, and the transports of one process, where nothing travels.
 
-`mpipar/comm/connect.py` chooses a transport for each group. A transport's method is the algorithm:
+`mpipar/comm/groups.py` chooses a transport for each group. A transport's method is the algorithm:
 `mpipar/comm/algorithms/` has those over MPI, `device.py` and `nccl.py` those for device memory.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeAlias
 
-from mpipar.comm.request import Done, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike
+
 
 Counts: TypeAlias = Sequence[int]  # rows for each rank of a group, or from each
 Exchanged: TypeAlias = tuple[Array, Counts]  # what arrived, and the rows from each rank
@@ -123,3 +124,72 @@ class SelfTransport(ShapesTransport):
 def balanced(total: int, parts: int) -> list[int]:
     """Return numbers that differ by one at most, and whose sum is `total`."""
     return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
+
+
+POLLS_BEFORE_SLEEP = 20  # no sleep for a message that has nearly arrived
+SLEEP_SECONDS, MOST_SLEEP_SECONDS = (
+    50e-6,
+    200e-6,
+)  # the first sleep between two polls, and the longest
+
+
+class Options(NamedTuple):
+    """How the wire behaves.
+
+    sync_sends: a send is done only when it is matched.
+    check: compare every collective over its group first.
+    yields_cpu: a rank that waits for a message yields its core in between.
+    uneven: the members hold different stages, so they reach a sum at different times.
+    reach: how many places apart, around the group, members may be that exchange messages all the
+    time. NCCL connects these; others may exchange messages too, but more slowly.
+    all_reduce: the algorithm of sums, a row of `mpipar.comm.algorithms`.
+    """
+
+    sync_sends: bool = False
+    check: bool = False
+    yields_cpu: bool = False
+    uneven: bool = False
+    reach: int = 0
+    all_reduce: str = "mpi"
+
+
+class Request(Protocol):
+    """What a posted operation returns; it is called like an mpi4py request."""
+
+    def Test(self) -> bool: ...
+    def Wait(self) -> object: ...
+
+
+class Done:
+    """The request of an operation that needs no waiting."""
+
+    def Test(self) -> bool:
+        return True
+
+    def Wait(self) -> None:
+        pass
+
+
+class PollingRequest:
+    """A message that is polled with short sleeps, for hosts with more ranks than cores.
+
+    MPI's own wait spins, and occupies the core that the awaited rank needs. Measured with 4 ranks
+    on 2 cores: the default run's step takes 76 ms with sleeps of 50 us and 85 ms with Wait. Polls
+    use some of the core too, so the sleeps of a long wait grow longer, which saves another 3 % of
+    this step, and 7 % of that of 1f1b on four stages. Collectives stay with MPI, because their
+    members arrive less than one sleep apart. Sums over ranks that hold different stages are the
+    exception.
+    """
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.Test = request.Test
+
+    def Wait(self) -> None:
+        for _ in range(POLLS_BEFORE_SLEEP):
+            if self.request.Test():
+                return
+        nap = SLEEP_SECONDS
+        while not self.request.Test():
+            time.sleep(nap)
+            nap = min(2 * nap, MOST_SLEEP_SECONDS)

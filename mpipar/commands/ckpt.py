@@ -13,7 +13,7 @@ from mpipar.config.model import model_config
 from mpipar.config.setting import positional, setting
 from mpipar.config.text import one_line, printable
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
-from mpipar.models.params import all_params
+from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import formats, tokenizer_files, weights
 from mpipar.run.checkpoint.load import blocks
 from mpipar.run.checkpoint.manifest import (

@@ -133,7 +133,7 @@ def library_rows(facts: list[dict]) -> list[tuple[str, str]]:
     """Return what the MPI library can do."""
     from mpi4py import MPI
 
-    from mpipar.comm.connect import gpu_awareness
+    from mpipar.comm.groups import gpu_awareness
 
     levels = {
         MPI.THREAD_SINGLE: "single",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from mpipar.comm.grid import AXES, PIECES_PER_RANK
 from mpipar.config.setting import setting
 
-SCHEDULES = (  # the rows of mpipar.pipeline.schedules.families
+SCHEDULES = (  # the rows of mpipar.pipeline.schedules.catalog
     "naive",
     "gpipe",
     "1f1b",

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.config.sections import Config
 from mpipar.layers.flat import FlatParams
-from mpipar.layers.parallel.attention_recompute import RecomputedAttention
-from mpipar.layers.parallel.context import MakeAttention, attention_over
-from mpipar.layers.parallel.local_attention import LocalAttention
+from mpipar.layers.parallel.allgather_attention import AllGatherAttention
+from mpipar.layers.parallel.local_attention import LocalAttention, RecomputedAttention
+from mpipar.layers.parallel.ring_attention import RingAttention
 from mpipar.layers.parallel.tokens import ReplicatedTokens
+from mpipar.layers.parallel.ulysses_attention import UlyssesAttention
 from mpipar.layers.param import ALONE, Copies
 from mpipar.layers.recompute import ActivationRecompute
+from mpipar.layers.stash import Layer
 from mpipar.ops.functions import Ops
-
-if TYPE_CHECKING:
-    from mpipar.layers.contracts import Layer
-
 
 PLAIN = {"numbers": "sgd", "matrices": "sgd", "signs": "signs"}  # rules where nothing is updated
 
@@ -41,7 +40,7 @@ class Context:
 
     ops: see mpipar/ops. comms: the groups of this rank; `tp` is the one that cuts products.
     token_layout: which tokens this rank holds between two products, by default all of them.
-    attention: how the ranks of cp attend to each other's tokens, see `parallel.context`.
+    attention: how the ranks of cp attend to each other's tokens, see `attention_over`.
     recompute_blocks: the number of a stage's leading blocks that use activation recomputation.
     recompute_attention: the attention method of these blocks if they recompute only scores; None if
     they recompute everything from their input. factor: of the loss. make_flat: makes a stage's flat
@@ -107,3 +106,32 @@ def recomputed_blocks(config: Config) -> int:
     """Return how many leading blocks of a stage rerun their whole forward pass."""
     whole = config.memory.recompute == "block"
     return recompute_options(config)["recompute_blocks"] if whole else 0
+
+
+MakeAttention = Callable[..., LocalAttention]  # of ops, cp and the name of the layer
+
+
+def attention_over(
+    method: str | None, whole: type[LocalAttention] = LocalAttention
+) -> MakeAttention:
+    """Return the class of --cp-attention; whole, where every rank holds all tokens.
+
+    whole: attention of a rank that holds all tokens, of all heads or of some.
+    """
+    if method is None:
+        return whole
+    methods: dict[str, MakeAttention] = {
+        "ring": RingAttention,
+        "gather": AllGatherAttention,
+        "ulysses": partial(UlyssesAttention, whole=whole),
+    }
+    return methods[method]
+
+
+def keeps_scores(method: str | None, head_width: int, tiled_head_width: int) -> bool:
+    """Return whether attention stores its scores when it does not recompute them.
+
+    Methods that merge partial results store none; neither do tiled kernels, which take heads up to
+    `tiled_head_width` wide.
+    """
+    return method not in ("ring", "gather") and head_width > tiled_head_width

@@ -8,15 +8,11 @@ Letters: B batch, T tokens, D model width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from mpipar.layers.context import Context
 from mpipar.layers.param import Param
-from mpipar.layers.stash import Stash
+from mpipar.layers.stash import Layer, Stash
 from mpipar.ops.signature import Array
-
-if TYPE_CHECKING:
-    from mpipar.layers.contracts import Layer
 
 
 class TokenEmbedding:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 from mpipar.comm.group import Comm, Pending
 from mpipar.comm.groups import Comms
@@ -16,7 +16,8 @@ from mpipar.layers.param import Param
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Dtype
 
-Runs = list[tuple[Any, slice]]
+Value = TypeVar("Value")
+Runs: TypeAlias = list[tuple[Value, slice]]
 
 
 class FlatParams:
@@ -73,21 +74,21 @@ class FlatParams:
         if self.rounds:
             self.master = self.zeros("master", ops.accum_dtype, "optimizer")
         for kind in ("data", "grad", "master"):
-            if self.shares(kind):
+            if self.is_sharded(kind):
                 self.unbind(kind, slice(0, self.total))
             else:
                 self.bind(kind, getattr(self, kind))
-        self.summed = self.sums()  # the gradient of each piece, once it is summed over all ranks
+        self.reduced_grads = self.sums()  # of each piece, once it is summed over all ranks
 
     def cut(self) -> None:
         """Determine pieces and their runs."""
         self.lengths = [self.total]  # of the runs in which pieces travel
         # For each piece, (whether weights decay, slice) of each of its runs.
-        self.updates: list[Runs] = [self.runs(attrgetter("decay"))]
+        self.decay_runs: list[Runs[bool]] = [self.runs(attrgetter("decay"))]
         # (whether this rank counts it in norms, piece, slice) of each run; the others are copies.
-        self.counted = [(owner, 0, run) for owner, run in self.runs(attrgetter("owner"))]
+        self.norm_runs = [(owner, 0, run) for owner, run in self.runs(attrgetter("owner"))]
 
-    def runs(self, key: Callable[[Param], Any]) -> Runs:
+    def runs(self, key: Callable[[Param], Value]) -> Runs[Value]:
         """Return (key value, slice) of each contiguous run of parameters with equal key(param).
 
         The padding after a parameter belongs to its run.
@@ -116,7 +117,7 @@ class FlatParams:
         """{kind: buffer} of everything that an update reads and changes."""
         return {"master": self.master, **self.moments}
 
-    def shares(self, kind: str) -> bool:
+    def is_sharded(self, kind: str) -> bool:
         """Return whether a kind of buffer is sharded, so that this rank has only its own pieces."""
         return False
 
@@ -133,6 +134,10 @@ class FlatParams:
         """Take `kind` from every Param in a run of the flat order."""
         for param in self.params_in(run):
             param.unbind(kind)
+
+    def run_of(self, param: Param) -> slice:
+        """Return where a parameter's numbers are in the flat order."""
+        return slice(self.starts[param], self.starts[param] + param.size)
 
     def params_in(self, run: slice) -> list[Param]:
         """Return the parameters in a run of the flat order."""
@@ -163,8 +168,7 @@ class FlatParams:
 
         first: place of the values in the flattened array of its local shape.
         """
-        start = self.starts[param]
-        yield 0, pieces[0][start : start + param.size]
+        yield 0, pieces[0][self.run_of(param)]
 
     def runs_of(self, param: Param, piece: int) -> list[slice]:
         """Return which numbers of a parameter's shard are in the pieces of a rank of the group.
@@ -173,26 +177,26 @@ class FlatParams:
         """
         return [slice(0, param.size)]
 
-    def held_of(self, param: Param, kind: str) -> Iterator[tuple[int, Array]]:
+    def parts_of(self, param: Param, kind: str) -> Iterator[tuple[int, Array]]:
         """Yield (first, values) of all that a buffer holds of a parameter; see `parts`."""
         return self.parts(param, self.pieces(kind))
 
-    def held(self, kind: str) -> Iterator[tuple[Param, int, Array]]:
+    def parts_in(self, kind: str) -> Iterator[tuple[Param, int, Array]]:
         """Yield (Param, first, values) of all that a buffer holds; see `parts`."""
         for param in self.params:
-            for first, values in self.held_of(param, kind):
+            for first, values in self.parts_of(param, kind):
                 yield param, first, values
 
     @property
     def weights(self) -> list[str]:
-        """The kinds to fill with weights from outside; `publish` derives the others from them."""
+        """The kinds to fill with weights from outside; `copy_master_to_params` makes the others."""
         return ["master"]
 
     def keep(self, param: Param, x: Array) -> None:
         """Set what this rank holds of a parameter to its part of x, an array of the local shape."""
         flat = x.reshape(-1)
         for kind in self.weights:
-            for first, view in self.held_of(param, kind):
+            for first, view in self.parts_of(param, kind):
                 self.ops.copy(view, flat[first : first + view.size])
 
     def initialize(self, seed: int, spread: float = 0.0) -> None:
@@ -203,15 +207,15 @@ class FlatParams:
         zero.
         """
         for kind in self.weights:
-            for param, first, view in self.held(kind):
+            for param, first, view in self.parts_in(kind):
                 if param.fill is not None and not spread:
                     self.ops.fill(view, param.fill)
                     continue
                 values = param.initial_run(seed, spread, first, view.size, self.ops.accum_dtype)
                 self.ops.copy(view, self.ops.asarray(values))
-        self.publish()
+        self.copy_master_to_params()
 
-    def publish(self) -> None:
+    def copy_master_to_params(self) -> None:
         """Round changed master weights to the data, where a rank holds the same part of both."""
         if self.rounds and self.weights == ["master"]:
             self.ops.copy(self.data, self.master)
@@ -245,3 +249,9 @@ def flats_of(
 def padded(length: int, count: int) -> int:
     """Return `length`, rounded up to a multiple of `count`."""
     return -(-length // count) * count
+
+
+def shared_run(one: slice, other: slice) -> slice | None:
+    """Return what two runs share, counted from the start of the second, or None."""
+    first, stop = max(one.start, other.start), min(one.stop, other.stop)
+    return slice(first - other.start, stop - other.start) if first < stop else None

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from mpipar.errors import UsageError, suggestion
-from mpipar.layers.parallel.column import ColumnLinear
-from mpipar.layers.parallel.column_ring import ColumnRingLinear
-from mpipar.layers.parallel.column_sequence import ColumnSequenceLinear
-from mpipar.layers.parallel.gather import GatherLinear
+from mpipar.layers.parallel.column import ColumnLinear, ColumnSequenceLinear
+from mpipar.layers.parallel.gather import GatherLinear, ReduceLinear
 from mpipar.layers.parallel.linear import Linear
-from mpipar.layers.parallel.reduce import ReduceLinear
-from mpipar.layers.parallel.row import RowLinear
-from mpipar.layers.parallel.row_ring import RowRingLinear
-from mpipar.layers.parallel.row_sequence import RowSequenceLinear
+from mpipar.layers.parallel.ring_linears import ColumnRingLinear, RowRingLinear
+from mpipar.layers.parallel.row import RowLinear, RowSequenceLinear
 
 
 class Linears(dict[str, type[Linear]]):

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpipar.layers.context import Context
-from mpipar.layers.contracts import Layer
 from mpipar.layers.param import Param
 from mpipar.layers.recompute import recompute
-from mpipar.layers.stash import Stash
+from mpipar.layers.stash import Layer, Stash
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 

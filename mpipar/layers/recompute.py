@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpipar.layers.stash import Stash
+from mpipar.layers.stash import Layer, Stash
 
 if TYPE_CHECKING:
     from mpipar.comm.record import Recorder
-    from mpipar.layers.contracts import Layer
     from mpipar.ops.signature import Array
 
 

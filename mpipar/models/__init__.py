@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mpipar.config.sections import Config
-from mpipar.models.flops import unit_flops
+from mpipar.models.on_shapes import unit_flops
 from mpipar.models.split import Split, balanced_layers
 
 

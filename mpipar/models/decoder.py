@@ -16,22 +16,19 @@ from dataclasses import replace
 from mpipar.config.model import ModelConfig
 from mpipar.layers.attention import Attention, Rotation
 from mpipar.layers.context import Context
-from mpipar.layers.contracts import Layer
 from mpipar.layers.embedding import EMBEDDINGS
 from mpipar.layers.ffn import FFNS, FeedForward
 from mpipar.layers.linears import LINEARS
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.moe import MixtureOfExperts
 from mpipar.layers.norm import NORMS, Norm, Residual
-from mpipar.layers.parallel.column import ColumnLinear
-from mpipar.layers.parallel.column_ring import ColumnRingLinear
-from mpipar.layers.parallel.column_sequence import ColumnSequenceLinear
+from mpipar.layers.parallel.column import ColumnLinear, ColumnSequenceLinear
 from mpipar.layers.parallel.linear import Linear
-from mpipar.layers.parallel.row import RowLinear
-from mpipar.layers.parallel.row_ring import RowRingLinear
-from mpipar.layers.parallel.row_sequence import RowSequenceLinear
+from mpipar.layers.parallel.ring_linears import ColumnRingLinear, RowRingLinear
+from mpipar.layers.parallel.row import RowLinear, RowSequenceLinear
 from mpipar.layers.parallel.tokens import SequenceShardedTokens
 from mpipar.layers.param import ALONE, Param
+from mpipar.layers.stash import Layer
 from mpipar.models.stage import PipelineStage, stage_parts
 
 STD = 0.02  # GPT-2's standard deviation of initial weights

@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
 from mpipar.layers.context import Context
-from mpipar.layers.contracts import Layer
 from mpipar.layers.flat import flats_of
 from mpipar.layers.loss import CrossEntropy
 from mpipar.layers.param import Param
-from mpipar.layers.stash import Batch, Stash
+from mpipar.layers.stash import Batch, Layer, Stash
 from mpipar.ops.signature import Array
 
 

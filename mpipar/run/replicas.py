@@ -59,7 +59,7 @@ class Replicas:
             for _, param in worker.all_params
             for shard in range(len(param.shards(worker.grid)))
         ]
-        islands = range(0 if worker.outer is None else worker.grid.size(ISLAND))
+        islands = range(0 if worker.island is None else worker.grid.size(ISLAND))
         kinds = [
             key for kind in self.kinds for key in (kind, *(f"{kind}.{one}" for one in islands))
         ]
@@ -72,9 +72,8 @@ class Replicas:
         """Return what the pieces of a kind are called here: of islands that have met, the weights
         are common, and everything else is an island's own.
         """
-        outer = self.worker.outer
-        common = outer is None or (kind == "master" and not outer.begun)
-        return kind if common else f"{kind}.{self.worker.island}"
+        island, met = self.worker.island, not self.worker.outer.begun
+        return kind if island is None or (kind == "master" and met) else f"{kind}.{island}"
 
     def pieces(self) -> Iterator[tuple[PieceOf, Param, Array]]:
         """Yield ((kind, name, shard), param, numbers) of each piece here."""
@@ -83,7 +82,7 @@ class Replicas:
             for flat in self.worker.flats:
                 if kind not in flat.state:
                     continue
-                for param, _, values in flat.held("data" if flat.shares(kind) else kind):
+                for param, _, values in flat.parts_in("data" if flat.is_sharded(kind) else kind):
                     yield (key, param.name, param.shard), param, values
 
     def checksums(self) -> dict[PieceOf, int]:

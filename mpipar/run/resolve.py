@@ -8,7 +8,7 @@ from pathlib import Path
 from mpipar.config import resolve as config_resolve
 from mpipar.config.sections import Config, build, in_force, named
 from mpipar.errors import DataError, UsageError, UserError
-from mpipar.layers.parallel.context import keeps_scores
+from mpipar.layers.context import keeps_scores
 from mpipar.ops import shapes_for
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Schedule

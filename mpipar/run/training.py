@@ -55,8 +55,9 @@ from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
 from mpipar.run.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
+from mpipar.train.decisions import StepVotes
 from mpipar.train.optim import warm_up_notes
-from mpipar.train.worker import StepVotes, Worker
+from mpipar.train.worker import Worker
 
 
 class Run:
@@ -310,10 +311,10 @@ class Run:
         That is after loading, and before the last save. Comm: see `Replicas.check`.
         """
         every, outer = self.config.run.check_replicas, self.worker.outer
-        due = self.due(every, step)
-        if outer is not None:  # where islands meet, if a multiple of `every` is not further back
-            due = bool(every) and outer.meets(step) and step % every < outer.config.outer_interval
-        if every and (now or due):
+        if every and (
+            now  # or where islands meet, if a multiple of `every` is not further back
+            or (outer.meets(step) and step % every < outer.interval)
+        ):
             self.replicas.check(step)
             self.metrics.skip()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mpipar.comm.grid import ISLAND, Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.comm.request import Options
+from mpipar.comm.transport import Options
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ModelConfig
 from mpipar.config.sections import Config

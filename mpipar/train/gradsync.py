@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Generic, TypeVar, cast
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
@@ -108,7 +108,7 @@ class GradSync(Generic[Flat]):
             self.post_late(flat)
         self.wait()
         for flat in further:
-            for summed in flat.summed:
+            for summed in flat.reduced_grads:
                 for group in flat.groups[:-1]:
                     self.comms[group].all_reduce(summed, f"grads.{group}")
 
@@ -132,7 +132,7 @@ class GradSync(Generic[Flat]):
         """Return whether this rank counts a buffer's sums: one rank of the data group does."""
         return self.comms[flat.groups[-1]].index == 0
 
-    def square_sums(self) -> list[tuple[Any, bool]]:
+    def square_sums(self) -> list[tuple[Array, bool]]:
         """Return (sum of squares, whether it counts in the norm) of each part of the gradients.
 
         The sums are for `ops.to_floats`. Only owned parameters count, and of equal sums only those
@@ -141,9 +141,9 @@ class GradSync(Generic[Flat]):
         first one adds up its squares.
         """
         return [
-            (self.ops.square_sum(flat.summed[segment][place]), owned and self.counts(flat))
+            (self.ops.square_sum(flat.reduced_grads[segment][place]), owned and self.counts(flat))
             for flat in self.of_loss
-            for owned, segment, place in flat.counted
+            for owned, segment, place in flat.norm_runs
         ]
 
     def unscale(self, loss_scale: float) -> None:
@@ -158,7 +158,7 @@ class GradSync(Generic[Flat]):
 
     def _scale(self, factor: float) -> None:
         for flat in self.of_loss:
-            for summed in flat.summed:
+            for summed in flat.reduced_grads:
                 self.ops.scale(summed, factor)
 
 

@@ -30,7 +30,7 @@ from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import wire_bytes
 from mpipar.config.train import TrainConfig
-from mpipar.layers.flat import FlatParams
+from mpipar.layers.flat import FlatParams, shared_run
 from mpipar.layers.param import Param
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
@@ -87,7 +87,7 @@ class Unit:
         shard = self.shards.index({group: places[group] for group in self.param.placement})
         piece = next((places[group] for group in self.sharding), 0)
         for held in self.flat.runs_of(self.param, piece):
-            if (run := shared(held, self.run)) is not None:
+            if (run := shared_run(held, self.run)) is not None:
                 yield peer, k, shard, run
 
     def joints(self, grid: Grid, whole: Array, room: Array) -> Iterator[tuple[Array, Array]]:
@@ -111,12 +111,6 @@ class Unit:
 def counting(param: Param) -> int:
     """Return how many of a Param's first dimensions count units."""
     return len(param.axes) - len(param.axes.lstrip("s"))
-
-
-def shared(one: slice, other: slice) -> slice | None:
-    """Return what two runs share, counted from the start of the second, or None."""
-    first, stop = max(one.start, other.start), min(one.stop, other.stop)
-    return slice(first - other.start, stop - other.start) if first < stop else None
 
 
 def orthogonalized(ops: Ops, x: Array) -> Array:
@@ -192,8 +186,8 @@ class Muon(Sgd):
         """Yield (unit, view) of what this rank updates: gradients that become updates."""
         for k, unit in enumerate(self.units):
             if self.places(unit.at, self.comm.index) == unit.at:
-                for first, values in unit.flat.parts(unit.param, unit.flat.summed):
-                    run = shared(unit.run, slice(first, first + values.size))
+                for first, values in unit.flat.parts(unit.param, unit.flat.reduced_grads):
+                    run = shared_run(unit.run, slice(first, first + values.size))
                     if run is not None:
                         yield k, values[run]
 
@@ -238,7 +232,7 @@ class Muon(Sgd):
         """
         ops = self.ops
         for flat in self.flats:
-            for grad, momentum in zip(flat.summed, flat.pieces("momentum"), strict=True):
+            for grad, momentum in zip(flat.reduced_grads, flat.pieces("momentum"), strict=True):
                 ops.accumulate(ops.scale(momentum, MOMENTUM), grad)
                 ops.sgd_step(grad, momentum, -MOMENTUM)  # Nesterov: one step ahead
         rooms = {

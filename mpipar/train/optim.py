@@ -47,7 +47,7 @@ class Sgd:
     def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
         """Update one of this rank's pieces, and round it to the data."""
         master, data = (flat.piece(kind, number) for kind in ("master", "data"))
-        self.change(master, flat.summed[number], lr)
+        self.change(master, flat.reduced_grads[number], lr)
         if flat.rounds:
             self.ops.copy(data, master)
 
@@ -80,10 +80,10 @@ class AdamW(Sgd):
         master, data, m, v = (flat.piece(kind, number) for kind in ("master", "data", *self.kinds))
         self.ops.adamw_runs(
             master,
-            flat.summed[number],
+            flat.reduced_grads[number],
             m,
             v,
-            flat.updates[number],
+            flat.decay_runs[number],
             lr=lr,
             beta1=config.beta1,
             beta2=config.beta2,

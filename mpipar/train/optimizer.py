@@ -61,7 +61,7 @@ class Optimizer:
         for rule in self.rules.values():
             rule.prepare()
         for flat in self.flats:
-            for number in range(len(flat.updates)):
+            for number in range(len(flat.decay_runs)):
                 self.rules[flat.rule].update(flat, number, lr, step)
                 pending += flat.updated(number)
         for one in pending:

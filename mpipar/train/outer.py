@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple
 
 from mpipar.comm.grid import ISLAND
 from mpipar.comm.group import Pending
@@ -24,6 +25,7 @@ from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.ops.functions import Ops
+from mpipar.train.decisions import OneIsland, StepVotes
 from mpipar.train.gradsync import all_reduce_scalars
 
 KINDS = ("outer", "velocity")  # of moments
@@ -34,16 +36,15 @@ def outer_copies(config: Config) -> int:
     return 0 if config.grid.islands is None else len(KINDS)
 
 
-class Outer:
+class Outer(OneIsland):
     """The outer weights and their optimizer. It adds two moments to the flat buffers of a rank.
 
-    begun: whether the islands have taken steps since they last met. `outer` is of use only then;
-    otherwise all islands have the outer weights.
+    `outer` is of use only between two meetings; otherwise all islands have the outer weights.
     """
 
     def __init__(self, ops: Ops, flats: Sequence[FlatParams], comms: Comms, config: TrainConfig):
         self.ops, self.flats, self.comms, self.config = ops, flats, comms, config
-        self.begun = False
+        self.interval = config.outer_interval
         for flat in flats:
             for kind in KINDS:
                 flat.add_moment(kind)
@@ -57,7 +58,24 @@ class Outer:
 
     def meets(self, step: int) -> bool:
         """Return whether the islands meet at the end of a step."""
-        return step % self.config.outer_interval == 0 or step == self.config.steps
+        return step % self.interval == 0 or step == self.config.steps
+
+    def end(self, step: int, agreed: StepVotes) -> StepVotes:
+        """Let islands meet if it is time to; in between nothing is decided.
+
+        Comm: where they meet, that of `step`, and one all_reduce of three numbers over the islands.
+        """
+        if not self.meets(step):
+            return StepVotes()
+        recorder = self.comms.recorder
+        with recorder.at("opt"):
+            start = self.ops.timestamp()
+            self.step()
+            stop, save, written = all_reduce_scalars(
+                self.ops, self.comms, [*map(float, astuple(agreed))], "outer.votes", ISLAND
+            )
+            recorder.span("opt", start, end=self.ops.timestamp())
+        return StepVotes(stop > 0, save > 0, written == self.comms[ISLAND].size)
 
     def step(self) -> None:
         """Give all islands the new outer weights.
@@ -68,7 +86,7 @@ class Outer:
         ops, islands, config = self.ops, self.comms[ISLAND], self.config
         pending: list[Pending] = []
         for flat in self.flats:
-            for number, d in enumerate(flat.summed):
+            for number, d in enumerate(flat.reduced_grads):
                 master, outer, v = (flat.piece(kind, number) for kind in ("master", *KINDS))
                 ops.copy(d, outer)
                 ops.sgd_step(d, master, 1.0)
@@ -77,23 +95,16 @@ class Outer:
                 ops.sgd_step(outer, d, config.outer_lr)
                 ops.sgd_step(outer, v, config.outer_lr * config.outer_momentum)
                 ops.copy(master, outer)
-                pending += self.publish(flat, number)
+                pending += self.copy_to_params(flat, number)
         for one in pending:
             one.wait()
         self.begun = False
 
-    def publish(self, flat: FlatParams, number: int) -> list[Pending]:
+    def copy_to_params(self, flat: FlatParams, number: int) -> list[Pending]:
         """Round a changed piece to the data. Comm: with ZeRO 1, one all_gather is posted."""
         if flat.rounds:
             self.ops.copy(flat.piece("data", number), flat.piece("master", number))
         return flat.updated(number)
-
-    def agree(self, votes: Sequence[bool]) -> list[int]:
-        """Return how many islands have decided so. Comm: one all_reduce over the islands."""
-        found = all_reduce_scalars(
-            self.ops, self.comms, [*map(float, votes)], "outer.votes", ISLAND
-        )
-        return [int(count) for count in found]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -111,11 +122,16 @@ class Outer:
         """
         pending: list[Pending] = []
         for flat in self.flats:
-            for number, spare in enumerate(flat.summed):
+            for number, spare in enumerate(flat.reduced_grads):
                 master, outer = flat.piece("master", number), flat.piece("outer", number)
                 self.ops.copy(spare, master)
                 self.ops.copy(master, outer)
                 self.ops.copy(outer, spare)
-                pending += self.publish(flat, number)
+                pending += self.copy_to_params(flat, number)
         for one in pending:
             one.wait()
+
+
+def outer_of(config: Config, ops: Ops, flats: Sequence[FlatParams], comms: Comms) -> OneIsland:
+    """Return what begins and ends the steps of a run, with islands or without."""
+    return OneIsland() if config.grid.islands is None else Outer(ops, flats, comms, config.train)

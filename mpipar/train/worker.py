@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable
-from contextlib import nullcontext
 from dataclasses import astuple, dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
@@ -22,16 +21,16 @@ from mpipar.errors import NonFiniteError
 from mpipar.layers.parallel.kv_cache import KVCache
 from mpipar.layers.param import Param
 from mpipar.layers.stash import Batch
-from mpipar.models.params import all_params
+from mpipar.models.on_shapes import all_params
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.pipeline.engine import Engine, Key, forward_only
 from mpipar.train import build, non_finite
+from mpipar.train.decisions import LossScale, StepVotes
 from mpipar.train.gradsync import all_reduce_scalars, masked_contribution, masked_sum
-from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import learning_rate
 from mpipar.train.optimizer import Optimizer
-from mpipar.train.outer import Outer
+from mpipar.train.outer import outer_of
 
 if TYPE_CHECKING:
     from mpipar.comm.groups import World
@@ -45,20 +44,6 @@ class HeldOut(Protocol):
     def rows_of_sweep(self) -> int: ...
     def num_sweeps(self) -> int: ...
     def filled_sweep(self, number: int) -> tuple[list[Batch], int]: ...
-
-
-@dataclass(frozen=True)
-class StepVotes:
-    """One rank's votes in a step and, after the all-reduce, the decision that all ranks act on.
-
-    stop, save: whether this rank asks for it; decision: whether any rank does. written: whether
-    this rank has written its part of a checkpoint in the background; decision: whether every rank
-    has. Islands decide for themselves, and act only where they meet (`Outer.agree`).
-    """
-
-    stop: bool = False
-    save: bool = False
-    written: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,20 +85,18 @@ class Worker:
         still be reduced. The error names tensors and ranks. Islands know only of their own ranks.
         """
         start = perf_counter_ns()
-        if self.outer is not None:
-            self.outer.begin()
+        self.outer.begin()
         loss, norm, agreed = self.gradients(step, get_batch, votes)
         decided = self.loss_scale.decide(step, norm)
         if not math.isfinite(loss) or not (math.isfinite(norm) or decided.skipped):
             raise self._not_finite(
                 f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
-                non_finite.report(self, "gradient", lambda flat: flat.summed, self.losses),
+                non_finite.report(self, "gradient", lambda flat: flat.reduced_grads, self.losses),
             )
         lr = learning_rate(self.config.train, decided.update)
         if not decided.skipped:
             self.update(norm, lr, decided.update)
-        if self.outer is not None:
-            agreed = self.meet(self.outer, step, agreed)
+        agreed = self.outer.end(step, agreed)
         seconds = (perf_counter_ns() - start) * 1e-9
         return StepResult(step, loss, norm, lr, seconds, agreed, decided.scale, decided.skipped)
 
@@ -127,20 +110,6 @@ class Worker:
             self.gradsync.clip(norm, self.config.train.clip)
             self.optimizer.step(lr, number)
             self.recorder.span("opt", start, end=self.ops.timestamp())
-
-    def meet(self, outer: Outer, step: int, agreed: StepVotes) -> StepVotes:
-        """Let islands meet if it is time to; return what all have decided: nothing in between.
-
-        agreed: the decision of this island. Comm: that of `Outer.step` and `Outer.agree`.
-        """
-        if not outer.meets(step):
-            return StepVotes()
-        with self.recorder.at("opt"):
-            start = self.ops.timestamp()
-            outer.step()
-            stop, save, written = outer.agree(astuple(agreed))
-            self.recorder.span("opt", start, end=self.ops.timestamp())
-        return StepVotes(stop > 0, save > 0, written == self.grid.size(ISLAND))
 
     def gradients(
         self, step: int, get_batch: GetBatch, votes: Callable[[], StepVotes] = StepVotes
@@ -221,11 +190,8 @@ class Worker:
             build.gathered_weights(config.memory, ops, self.stages),
         )
         self.optimizer = Optimizer(ops, self.flats, config.train, self.comms)
-        self.outer: Outer | None = None
-        self.island: int | None = None
-        if config.grid.islands is not None:
-            self.island = grid.group_rank(ISLAND)
-            self.outer = Outer(ops, self.flats, self.comms, config.train)
+        self.island = None if config.grid.islands is None else grid.group_rank(ISLAND)
+        self.outer = outer_of(config, ops, self.flats, self.comms)
         self.loss_scale = LossScale(config.run)
         assert config.train.batch_size, "the Config is not resolved"
         self.num_tokens = config.train.batch_size * config.model.targets_per_row
@@ -307,7 +273,7 @@ class Worker:
         Comm: one sweep of forward passes and one all_reduce over world.
         """
         total, count = 0.0, rows.rows_of_sweep() * self.config.model.targets_per_row
-        with self.outer.in_place() if self.outer is not None else nullcontext():
+        with self.outer.in_place():
             for number in range(rows.num_sweeps()):
                 batches, counted = rows.filled_sweep(number)
                 losses = self.forward(range(len(batches)), batches.__getitem__)

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, cast
 
 from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.group import Comm, Pending
-from mpipar.layers.flat import FlatParams, Runs
+from mpipar.layers.flat import FlatParams, Runs, Value, shared_run
 from mpipar.layers.param import Param
 from mpipar.models.stage import PipelineStage
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array
+from mpipar.ops.signature import Array, Dtype
 from mpipar.pipeline.instructions import Instr
 from mpipar.train.gradsync import GradSync
 
@@ -75,15 +75,15 @@ class ShardedFlatParams(FlatParams):
             for first in range(run.start, run.stop, size * self.multiple)
         ]
         self.lengths = [run.stop - run.start for _, run in self.segments]
-        self.own = [
+        self.local_slices = [
             self.piece_in(run, self.group.index) for _, run in self.segments
         ]  # slices of a whole buffer
         # Where these pieces are in a sharded buffer.
-        self.packed = consecutive_slices([own.stop - own.start for own in self.own])
-        self.updates = [[] for _ in self.segments]
+        self.shard_slices = consecutive_slices([own.stop - own.start for own in self.local_slices])
+        self.decay_runs = [[] for _ in self.segments]
         for decay, segment, run in self.within_own(self.runs(attrgetter("decay"))):
-            self.updates[segment].append((decay, run))
-        self.counted = list(self.within_own(self.runs(attrgetter("owner"))))
+            self.decay_runs[segment].append((decay, run))
+        self.norm_runs = list(self.within_own(self.runs(attrgetter("owner"))))
 
     def piece_in(self, run: slice, place: int) -> slice:
         """Return the piece of a segment that a rank of the group owns."""
@@ -91,36 +91,36 @@ class ShardedFlatParams(FlatParams):
         first = run.start + place * length
         return slice(first, first + length)
 
-    def within_own(self, runs: Runs) -> Iterator[tuple[Any, int, slice]]:
+    def within_own(self, runs: Runs[Value]) -> Iterator[tuple[Value, int, slice]]:
         """Yield (value, segment, slice of its piece) of the parts of runs that this rank owns."""
         for value, run in runs:
-            for segment, own in enumerate(self.own):
-                first, stop = max(run.start, own.start), min(run.stop, own.stop)
-                if first < stop:
-                    yield value, segment, slice(first - own.start, stop - own.start)
+            for segment, own in enumerate(self.local_slices):
+                if (part := shared_run(run, own)) is not None:
+                    yield value, segment, part
 
-    def shares(self, kind: str) -> bool:
+    def is_sharded(self, kind: str) -> bool:
         """Return whether a rank keeps only its own pieces of data, grad, master or a moment."""
         if kind in ("data", "grad") or (kind == "master" and not self.rounds):
             return self.level == 3
         return True
 
-    def zeros(self, kind: str, dtype: Any, label: str) -> Array:
+    def zeros(self, kind: str, dtype: Dtype, label: str) -> Array:
         """Return a new buffer of a kind: whole, or as large as this rank's pieces.
 
         Comm: perhaps a window, by every member of the group that sums or gathers it.
         """
-        if self.shares(kind):
+        if self.is_sharded(kind):
             return self.ops.zeros((self.total // self.group.size,), dtype, label=label)
         return self.group.zeros(self.ops, (self.total,), dtype, label)
 
     def piece(self, kind: str, number: int) -> Array:
         """Return this rank's piece of a segment in a buffer."""
-        return self.buffer(kind)[(self.packed if self.shares(kind) else self.own)[number]]
+        slices = self.shard_slices if self.is_sharded(kind) else self.local_slices
+        return self.buffer(kind)[slices[number]]
 
     def pieces(self, kind: str) -> list[Array]:
         """Return this rank's piece of each segment in a buffer."""
-        return [self.piece(kind, number) for number in range(len(self.own))]
+        return [self.piece(kind, number) for number in range(len(self.local_slices))]
 
     def sums(self) -> list[Array]:
         """Return where sums of this rank's pieces arrive: at the beginning of each segment."""
@@ -128,7 +128,7 @@ class ShardedFlatParams(FlatParams):
             return self.pieces("grad")
         return [
             self.grad[run.start : run.start + own.stop - own.start]
-            for (_, run), own in zip(self.segments, self.own, strict=True)
+            for (_, run), own in zip(self.segments, self.local_slices, strict=True)
         ]
 
     def piece_of(self, param: Param) -> int:
@@ -138,31 +138,26 @@ class ShardedFlatParams(FlatParams):
 
     def parts(self, param: Param, pieces: list[Array]) -> Iterator[tuple[int, Array]]:
         """Yield (first, values) of what this rank's pieces hold of a parameter."""
-        start = self.starts[param]
-        for own, piece in zip(self.own, pieces, strict=True):
-            low, high = max(start, own.start), min(start + param.size, own.stop)
-            if low < high:
-                yield low - start, piece[low - own.start : high - own.start]
+        whole = self.run_of(param)
+        for own, piece in zip(self.local_slices, pieces, strict=True):
+            if (part := shared_run(whole, own)) is not None:
+                yield own.start + part.start - whole.start, piece[part]
 
     def runs_of(self, param: Param, piece: int) -> list[slice]:
-        start, found = self.starts[param], []
-        for _, run in self.segments:
-            own = self.piece_in(run, piece)
-            low, high = max(start, own.start), min(start + param.size, own.stop)
-            if low < high:
-                found.append(slice(low - start, high - start))
-        return found
+        whole = self.run_of(param)
+        found = (shared_run(self.piece_in(run, piece), whole) for _, run in self.segments)
+        return [run for run in found if run is not None]
 
-    def held_of(self, param: Param, kind: str) -> Iterator[tuple[int, Array]]:
+    def parts_of(self, param: Param, kind: str) -> Iterator[tuple[int, Array]]:
         """Yield (first, values) of all that a buffer holds of a parameter."""
-        if self.shares(kind):
-            return super().held_of(param, kind)
+        if self.is_sharded(kind):
+            return super().parts_of(param, kind)
         return FlatParams.parts(self, param, [self.buffer(kind)])
 
     @property
     def weights(self) -> list[str]:
         """The kinds to fill with weights from outside."""
-        same = self.shares("master") == self.shares("data")
+        same = self.is_sharded("master") == self.is_sharded("data")
         return ["master"] if same else ["master", "data"]
 
     def title(self, number: int) -> str:
@@ -261,7 +256,7 @@ class ShardedGradSync(ReduceScatterGradSync):
     def collect(self) -> None:
         """Wait for the pending sums, and add this rank's part of each to its piece."""
         for pending, flat, number in self.scattered:
-            self.ops.accumulate(flat.summed[number], pending.wait()[0])
+            self.ops.accumulate(flat.reduced_grads[number], pending.wait()[0])
         self.scattered = []
 
     def wait(self) -> None:

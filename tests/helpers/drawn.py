@@ -1,14 +1,10 @@
-"""Cases of the law of equality, drawn at random so that every two values meet.
+"""Cases of the law of equality, in which every two values meet: see lives/array.py.
 
-    python tests/helpers/drawn.py  # draws them into drawn.json, which takes minutes
-
-mpipar itself decides what is legal together. Where it refuses a draw, choices fall back to their
-first value, one after the other. A case is a row of letters: the places of its values.
+PYTHONPATH=. python tests/helpers/drawn.py  # finds them for drawn.json, which takes minutes
 """
 
 import itertools
 import json
-import string
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -22,11 +18,10 @@ from mpipar.errors import UserError
 from mpipar.models import decoder
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.run.combinations import RULES
+from tests.helpers.lives.array import case_of, described, pairs, row_of
 
 FILE = Path(__file__).with_name("drawn.json")
-LETTERS = string.digits + string.ascii_lowercase
-DRAWS = 250
-MOST = {1: 40, 3: 40, 8: 40}  # cases; sessions of 2 and 4 ranks have every pair
+MOST = {1: 30, 3: 20, 8: 30}  # cases; sessions of 2 and 4 ranks have every pair
 WIDE = 181  # the width at which a block of the small model has three times the FLOPs
 
 
@@ -110,9 +105,8 @@ CHOICES = {
 def config_of(case, **more):
     """The configuration of a case."""
     values = {name: value for name, value in case.items() if value is not None} | more
-    layout, model = values.pop("layout"), MODELS[values.pop("model")]
-    values["cp"] = values.pop("cp_size")
-    return small_config(layout, model=model, rows_per_mb=4, **values)
+    (layout, cp), model = values.pop("layout"), MODELS[values.pop("model")]
+    return small_config(layout, model=model, rows_per_mb=4, cp=cp, **values)
 
 
 def shapes(size):
@@ -125,78 +119,31 @@ def shapes(size):
     ]
 
 
-def is_legal(case):
+def choices_of(size):
+    return {"layout": shapes(size)} | CHOICES
+
+
+def refusals(case):
+    """mpipar's objections to a whole case."""
     try:
         config = config_of(case)
         resolve(config, config.grid.num_ranks, rules=RULES, csv=None, machine=None)
-    except UserError:
-        return False
-    return True
-
-
-def drawn(size, rng):
-    """One legal case for so many ranks."""
-    layouts = shapes(size)
-    layout, cp = layouts[rng.integers(len(layouts))]
-    case = {"layout": layout, "cp_size": cp}
-    case |= {name: values[rng.integers(len(values))] for name, values in CHOICES.items()}
-    for name in rng.permutation([*CHOICES]):
-        if is_legal(case):
-            break
-        if name not in ("model", "schedule"):
-            case[name] = CHOICES[name][0]
-    return case
-
-
-def pairs_of(case):
-    return set(itertools.combinations([(name, value) for name, value in case.items()], 2))
-
-
-def draw(size):
-    """Cases for so many ranks: every two values that meet in a draw; most new pairs first."""
-    rng = np.random.default_rng(size)
-    draws = DRAWS // 8 if size in MOST else DRAWS
-    found = [case for case in (drawn(size, rng) for _ in range(draws)) if is_legal(case)]
-    missing = [(case, pairs_of(case)) for case in found]
-    seen, chosen = set(), []
-    while missing:
-        case, _ = max(missing, key=lambda one: len(one[1] - seen))
-        chosen.append(case)
-        seen |= pairs_of(case)
-        missing = [(one, pairs) for one, pairs in missing if pairs - seen]
-    return chosen[: MOST.get(size)]
-
-
-def described():
-    """What the letters stand for: {choice: values in words}."""
-    return {name: ", ".join(map(repr, values)) for name, values in CHOICES.items()}
-
-
-def row_of(case, size):
-    places = [shapes(size).index((case["layout"], case["cp_size"]))]
-    places += [values.index(case[name]) for name, values in CHOICES.items()]
-    return "".join(LETTERS[place] for place in places)
+    except UserError as error:
+        return error.problems
+    return []
 
 
 def cases(size):
     """The kept cases for so many ranks."""
     kept = json.loads(FILE.read_text())
-    assert kept["choices"] == described(), "drawn for other choices; run tests/helpers/drawn.py"
-    found = []
-    for row in kept.get(str(size), []):
-        place, *places = map(LETTERS.index, row)
-        layout, cp = shapes(size)[place]
-        values = {
-            name: choice[place]
-            for (name, choice), place in zip(CHOICES.items(), places, strict=True)
-        }
-        found.append({"layout": layout, "cp_size": cp} | values)
-    return found
+    assert kept["choices"] == described(CHOICES), "for other choices; run tests/helpers/drawn.py"
+    return [case_of(row, choices_of(size)) for row in kept[str(size)]]
 
 
 def text_of(case):
     """A case as the name of a test: what is not at its first value."""
-    layout = "x".join(map(str, (*case["layout"], case["cp_size"])))
+    axes, cp = case["layout"]
+    layout = "x".join(map(str, (*axes, cp)))
     return " ".join(
         [layout]
         + [
@@ -209,8 +156,11 @@ def text_of(case):
 
 def main():
     decoder.BLOCKS.update(ROWS)
-    kept = {"choices": described()}
-    kept |= {size: [row_of(case, size) for case in draw(size)] for size in (1, 2, 3, 4, 8)}
+    kept = {"choices": described(CHOICES)}
+    for size in (1, 2, 3, 4, 8):
+        found, _ = pairs(choices_of(size), refusals)
+        kept[size] = [row_of(case, choices_of(size)) for case in found[: MOST.get(size)]]
+        print(f"{size} ranks: {len(found)} cases", flush=True)
     FILE.write_text(json.dumps(kept, indent=0) + "\n")
 
 

@@ -38,7 +38,7 @@ def state_views(worker):
         for flat in worker.flats
         for kind in flat.state
         for target in (flat.weights if kind == "master" else [kind])
-        for part in flat.held(target)
+        for part in flat.parts_in(target)
     ]
 
 
@@ -66,7 +66,7 @@ def fill(worker, seed=0):
     scale = worker.loss_scale
     scale.value, scale.good, scale.skipped = 2.0 ** (3 + seed), 5 + seed, 2 + seed
     for flat in worker.flats:
-        flat.publish()
+        flat.copy_master_to_params()
 
 
 def assert_filled(worker, seed=0):

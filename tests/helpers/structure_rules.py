@@ -16,19 +16,14 @@ HOUSES = ("run", "study")  # their folders are floors of their own
 PACKAGE = REPOSITORY / "mpipar"
 WIRE = {
     "comm.collective_check",
-    "comm.connect",
     "comm.device",
     "comm.groups",
     "comm.half_precision",
     "comm.nccl",
     "comm.transport",
     "comm.algorithms",
-    "comm.algorithms.hierarchical",
     "comm.algorithms.mpi_library",
     "comm.algorithms.steps",
-    "comm.algorithms.ring",
-    "comm.algorithms.rabenseifner",
-    "comm.algorithms.shared",
     "comm.algorithms.window",
 }
 # What these send stays out of the records.

@@ -114,7 +114,7 @@ DYING = (
 
 DIES = """
 import os, signal, sys
-from mpipar.comm.algorithms.shared import Marks
+from mpipar.comm.algorithms.window import Marks
 plain, seen = Marks.meet, []
 def meet(marks, row, mark):
     seen.append(row)

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mpipar.comm.algorithms.hierarchical import (
+from mpipar.comm.algorithms.mpi_library import MpiTransport
+from mpipar.comm.algorithms.steps import (
     HierarchicalTransport,
+    RabenseifnerTransport,
+    RecursiveDoublingTransport,
+    RingTransport,
     is_hierarchical,
     ranks_on_hosts,
 )
-from mpipar.comm.algorithms.mpi_library import MpiTransport
-from mpipar.comm.algorithms.rabenseifner import RabenseifnerTransport
-from mpipar.comm.algorithms.recursive_doubling import RecursiveDoublingTransport
-from mpipar.comm.algorithms.ring import RingTransport
 from mpipar.comm.algorithms.window import WindowTransport
 
 if TYPE_CHECKING:

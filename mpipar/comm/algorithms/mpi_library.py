@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpipar.comm.request import Options, PollingRequest, Request
-from mpipar.comm.transport import Counts, Exchanged
+from mpipar.comm.transport import Counts, Exchanged, Options, PollingRequest, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
 

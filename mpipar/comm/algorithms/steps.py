@@ -1,4 +1,4 @@
-"""Algorithms written as steps: generators that yield the requests they wait for.
+"""Algorithms of our own, written as steps: generators that yield the requests they wait for.
 
 The same code serves a blocking call, which waits for each step, and a posted one, which continues
 whenever it is tested: between layers, in `Pending.test`.
@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from mpipar.comm.algorithms.mpi_library import MpiTransport, New
-from mpipar.comm.grid import chunk_slice
-from mpipar.comm.request import Options, PollingRequest, Request
+from mpipar.comm.grid import chunk_size, chunk_slice
+from mpipar.comm.objects import all_gather_objects
+from mpipar.comm.transport import Options, PollingRequest, Request
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array
+from mpipar.ops.signature import Array, Shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+    from numpy.typing import DTypeLike
+
 
 Steps: TypeAlias = Iterator[Request]
 TAGS = 1 << 14  # operations that may be pending at once; MPI has at least twice as many tags
@@ -161,3 +164,191 @@ def in_line(x: Array) -> Array:
 def add(x: Array, y: Array, into: Array) -> None:
     """Write x + y, in host memory. As in MPI, numbers that overflow cause no warning."""
     np.add(x, y, out=into)
+
+
+class RingTransport(StepwiseTransport):
+    """Each rank sends to the next one and receives from the one before.
+
+    The sum of a piece grows as it travels around the ring. After size - 1 hops every rank has the
+    whole sum of one piece, which then goes around once more. Each rank sends 2 (size - 1) / size of
+    the array, the minimum, in 2 (size - 1) messages. Source: Patarasu and Yuan, doi
+    10.1016/j.jpdc.2008.09.002.
+    """
+
+    def hop(self, tag: int, sent: Array, received: Array) -> Request:
+        """Pass a piece on and receive the next one."""
+        return self.exchange(
+            tag, sent, (self.index + 1) % self.size, received, (self.index - 1) % self.size
+        )
+
+    def scattered(self, pieces: list[Array], tag: int) -> Steps:
+        """Leave the whole sum of this rank's piece in pieces[index]; the others become invalid."""
+        room = np.empty_like(pieces[0])
+        for hop in range(1, self.size):
+            sent, grown = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
+            yield self.hop(tag, sent, room[: len(grown)])
+            add(grown, room[: len(grown)], grown)
+
+    def gathered(self, pieces: list[Array], tag: int) -> Steps:
+        """Leave pieces[index] of every rank in pieces."""
+        for hop in range(self.size - 1):
+            sent, new = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
+            yield self.hop(tag, sent, new)
+
+    def summed(self, x: Array) -> Steps:
+        pieces, tag = self.pieces(x), self.next_tag()
+        yield from self.scattered(pieces, tag)
+        yield from self.gathered(pieces, tag)
+
+    def kept_in_front(self, pieces: list[Array]) -> Steps:
+        """Leave the sum of this rank's piece in pieces[0]."""
+        yield from self.scattered(pieces, self.next_tag())
+        if self.index > 0:
+            pieces[0][:] = pieces[self.index]
+
+    def ireduce_scatter(self, x: Array) -> Request:
+        return Posted(self.kept_in_front([in_line(part) for part in x]))
+
+    def iall_gather(self, x: Array) -> Request:
+        return Posted(self.gathered([in_line(part) for part in x], self.next_tag()))
+
+    def reduce_scatter(self, x: Array) -> Array:
+        whole = x.copy()  # the caller's x stays unchanged
+        self.ireduce_scatter(whole).Wait()
+        return whole[0]
+
+    def all_gather(self, x: Array, group_size: int) -> Array:
+        y = self.new((group_size, *x.shape), x.dtype)
+        y[self.index] = x
+        self.iall_gather(y).Wait()
+        return y
+
+
+class RecursiveDoublingTransport(StepwiseTransport):
+    """Pairs exchange whole arrays, at distances 1, 2, 4 and so on.
+
+    After log2(size) exchanges every rank has the sum. This is the lowest latency, at the price of
+    about log2(size) / 2 times the bytes of a ring. Where the size is not a power of two, each
+    surplus rank first hands its numbers to a partner and later gets the sum from it. Both ranks of
+    a pair add the same two arrays, so all end with the same bits. Source: Thakur, Rabenseifner and
+    Gropp, doi 10.1177/1094342005051521.
+    """
+
+    def summed(self, x: Array) -> Steps:
+        tag, most = self.next_tag(), 1 << self.size.bit_length() - 1
+        surplus = self.size - most
+        if self.index >= most:
+            partner = self.index - most
+            yield self.send(tag, x, partner)
+            yield self.receive(tag, x, partner)
+            return
+        room, distance = np.empty_like(x), 1
+        if self.index < surplus:
+            yield self.receive(tag, room, self.index + most)
+            add(x, room, x)
+        while distance < most:
+            peer = self.index ^ distance
+            yield self.exchange(tag, x, peer, room, peer)
+            add(x, room, x)
+            distance *= 2
+        if self.index < surplus:
+            yield self.send(tag, x, self.index + most)
+
+
+class RabenseifnerTransport(StepwiseTransport):
+    """Sums in two of MPI's collectives: a reduce-scatter of pieces, and an all-gather.
+
+    A rank sends as much as with a ring. Each of the two kinds of collectives has its own
+    communicator, on which all ranks post them in the same order, that of the operations. Source:
+    Rabenseifner, doi 10.1007/978-3-540-24685-5_1.
+    Comm: one additional Dup.
+    """
+
+    def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: New | None = None):
+        super().__init__(ops, mpi_comm, options, new)
+        self.gathers = mpi_comm.Dup()
+        self.before = deque()
+
+    def summed(self, x: Array) -> Steps:
+        pieces = self.pieces(x)
+        counts, own = [len(one) for one in pieces], np.empty_like(pieces[self.index])
+        yield self.own.Ireduce_scatter(x, own, counts)
+        pieces[self.index][:] = own
+        yield self.gathers.Iallgatherv(self.in_place, [x, counts])
+
+    def close(self) -> None:
+        self.gathers.Free()
+        super().close()
+
+
+class HierarchicalTransport(StepwiseTransport):
+    """Sums in two levels: inside each host, across the hosts, and inside again.
+
+    Each rank of a host sums one share, and the ranks with the same share sum it across the hosts,
+    so that only a share of a rank's bytes crosses the slow links. See `is_hierarchical` for the
+    groups that it serves. inside: what sums and gathers inside a host.
+    Comm: a split by host and one across hosts, and a Dup.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        mpi_comm: MPI.Comm,
+        options: Options,
+        new: New | None = None,
+        inside: type[MpiTransport] = MpiTransport,
+    ):
+        super().__init__(ops, mpi_comm, options, new)
+        host = host_of(mpi_comm)
+        self.share, self.shares = host.rank, host.size
+        self.intra = inside(ops, host, options, new)
+        self.inter = MpiTransport(ops, mpi_comm.Split(host.rank), options, new)
+        # What is posted after a sum across hosts starts at a different time on each rank of a host,
+        # so it needs its own communicator.
+        self.intra2 = MpiTransport(ops, host.Dup(), options, new)
+        self.before = deque()
+
+    def summed(self, x: Array) -> Steps:
+        parts = x
+        if len(x) % self.shares:
+            parts = np.zeros(self.shares * chunk_size(len(x), self.shares), x.dtype)
+            parts[: len(x)] = x
+        parts = parts.reshape(self.shares, -1)
+        yield self.intra.ireduce_scatter(parts)
+        yield self.inter.iall_reduce(parts[0])
+        if self.share > 0:
+            parts[self.share] = parts[0]
+        yield self.intra2.iall_gather(parts)
+        if len(x) % self.shares:
+            x[:] = parts.reshape(-1)[: len(x)]
+
+    def zeros(self, shape: Shape, dtype: DTypeLike, label: str) -> Array:
+        return self.intra.zeros(shape, dtype, label)
+
+    def close(self) -> None:
+        for level in (self.intra, self.inter, self.intra2):
+            level.close()
+        super().close()
+
+
+def host_of(mpi_comm: MPI.Comm) -> MPI.Comm:
+    """Return the communicator of a group's ranks on this host. Comm: a split of the group."""
+    from mpi4py import MPI
+
+    return mpi_comm.Split_type(MPI.COMM_TYPE_SHARED)
+
+
+def ranks_on_hosts(mpi_comm: MPI.Comm) -> list[int]:
+    """Return how many of a group's ranks are on the host of each. Comm: a split and a gather."""
+    host = host_of(mpi_comm)
+    count = host.size
+    host.Free()
+    return all_gather_objects(mpi_comm, count)
+
+
+def is_hierarchical(counts: list[int]) -> bool:
+    """Return whether two levels make sense: several hosts with equally many ranks, two or more.
+
+    counts: see `ranks_on_hosts`.
+    """
+    return 1 < counts[0] < len(counts) and len({*counts}) == 1

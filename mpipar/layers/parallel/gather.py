@@ -1,9 +1,10 @@
-"""Cut by output channels, with the outputs gathered: the textbook picture of a partitioned layer.
+"""Cuts with a whole input and a whole output: the textbook picture of a partitioned layer.
 
-y (.., N) = all-gather of x (.., K) @ w (K, N/q). Each layer stands alone, with a whole input and a
-whole output, so every product takes an all-gather forward and an all-reduce backward, whereas the
-column and row cuts take one all-reduce each way for a *pair* of products. The gradients are the
-same. This cut is here for comparison.
+By output channels, the outputs are gathered: y (.., N) = all-gather of x (.., K) @ w (K, N/q). By
+input channels, they are summed: y = sum over ranks of x (.., K/q) @ w (K/q, N). Each layer stands
+alone, so every product takes an all-gather one way and an all-reduce the other, whereas the column
+and row cuts take one all-reduce each way for a *pair* of products. The gradients are the same.
+These cuts are here for comparison.
 """
 
 from __future__ import annotations
@@ -37,3 +38,28 @@ class GatherLinear(Linear):
         self.ops.matmul_tn_add(x, chunks.local_chunk(self.ops, dy, -1, self.comm), self.dw)
         if self.biases:
             self.ops.bias_backward_weight(dy, self.db)
+
+
+class ReduceLinear(Linear):
+    """y = x @ w + b, whose terms of the sum over K are divided among the ranks; x is whole."""
+
+    cuts_outputs = False
+
+    def forward(self, x: Array, stash: Stash) -> Array:
+        """Return y (.., N) of x (.., K). Comm: one all_reduce of y over tp."""
+        stash[self.name, "x"] = x
+        own = chunks.local_chunk(self.ops, x, -1, self.comm)  # (.., K/q)
+        y = self.comm.all_reduce(self.ops.matmul(own, self.w), self.name)
+        return self._plus_bias(y)
+
+    def backward_input(self, dy: Array, stash: Stash) -> Array:
+        """Return dx (.., K) of dy (.., N). Comm: one all_gather of dx over tp."""
+        stash[self.name, "dy"] = dy
+        pieces = self.comm.all_gather(self.ops.matmul_nt(dy, self.w), self.name)  # (q, .., K/q)
+        return chunks.join(self.ops, pieces, -1, self.inner)
+
+    def backward_weight(self, stash: Stash) -> None:
+        """Add (own channels of x)^T dy to dw (K/q, N), and the sum of dy to db (N,)."""
+        x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
+        own = chunks.local_chunk(self.ops, x, -1, self.comm)
+        self.ops.matmul_tn_add_sums(own, dy, self.dw, self.db)

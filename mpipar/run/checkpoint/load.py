@@ -98,15 +98,14 @@ def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
         for flat in worker.flats:
             for kind in flat.state:
                 for target in flat.weights if kind == "master" else [kind]:
-                    _fill(ops, pieces, saved_as(kind, worker.island), flat.held(target))
-            flat.publish()
-    if worker.outer is not None:
-        worker.outer.begun = True
+                    _fill(ops, pieces, saved_as(kind, worker.island), flat.parts_in(target))
+            flat.copy_master_to_params()
+    worker.outer.begun = True
     worker.loss_scale.restore(manifest.scales[worker.grid.group_rank(ISLAND)])
 
 
 def _fill(ops, pieces: Pieces, kind: str, parts) -> None:
-    """Read what a buffer holds. parts: (Param, first, values), see `FlatParams.held`."""
+    """Read what a buffer holds. parts: (Param, first, values), see `FlatParams.parts_in`."""
     for param, first, values in parts:
         for held, x in boxes.boxes_of_part(param, first, values):
             for box, block in pieces.read(param.name, kind, held):

@@ -83,9 +83,9 @@ def own_pieces(worker) -> list[Own]:
     for flat in worker.flats:
         for buffer in flat.state:
             kind = saved_as(buffer, worker.island)
-            for param, first, values in flat.held(buffer):
+            for param, first, values in flat.parts_in(buffer):
                 everywhere = worker.island is None or buffer in COMMON
-                place = place_among_copies(worker.comms, param, flat.shares(buffer), everywhere)
+                place = place_among_copies(worker.comms, param, flat.is_sharded(buffer), everywhere)
                 for held, x in boxes.boxes_of_part(param, first, values):
                     box = boxes.share_of_rows(held, *place)
                     if boxes.volume(box):

@@ -19,7 +19,7 @@ import numpy as np
 from mpipar.config.model import model_config
 from mpipar.config.text import brief
 from mpipar.errors import DataError, OutputError
-from mpipar.models.params import all_params
+from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import boxes, formats, tokenizer_files
 from mpipar.run.checkpoint.load import Pieces
 from mpipar.run.checkpoint.manifest import read_manifest
@@ -38,12 +38,12 @@ def shard_of(worker, flat, param, kind: str):
 
     Comm: if the data group shards it, one reduce over that group; other ranks then get None.
     """
-    shared = flat.level > 0 if kind == "grad" else flat.shares(kind)
+    shared = flat.level > 0 if kind == "grad" else flat.is_sharded(kind)
     if not shared:
         return getattr(param, kind)
     ops = worker.ops
     shard = ops.zeros((param.size,), ops.accum_dtype, label="buffers")
-    pieces = flat.summed if kind == "grad" else flat.pieces(kind)
+    pieces = flat.reduced_grads if kind == "grad" else flat.pieces(kind)
     for first, values in flat.parts(param, pieces):  # pieces are disjoint, so the sum is exact
         ops.copy(shard[first : first + values.size], values)
     return flat.group.reduce(shard.reshape(param.local_shape), 0, f"save.{param.name}")
@@ -203,7 +203,7 @@ def _fill(worker, blocks_of) -> list[str]:
                 ops.copy(shard[boxes.within(box, held)], ops.asarray(values))
             if param.master is None:
                 flat.keep(param, shard)
-        flat.publish()
+        flat.copy_master_to_params()
     return [*bad]
 
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from mpipar.comm.grid import ISLAND, chunk_size
 from mpipar.comm.record import family
-from mpipar.layers.context import recomputed_blocks
-from mpipar.layers.parallel.context import keeps_scores
+from mpipar.layers.context import keeps_scores, recomputed_blocks
 from mpipar.models.stage import stage_parts
 from mpipar.ops import shapes_for
 from mpipar.run.data.rows import rows_per_microbatch

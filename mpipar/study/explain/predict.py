@@ -86,8 +86,8 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
         elements = num_elements(own_pieces(worker))
         snapshot = ops.empty((elements,), ops.accum_dtype, label="snapshot")  # noqa: F841 (held)
     blank_batch = rows.blank_batch
-    step = config.train.outer_interval if worker.outer else 1  # islands meet in it
-    worker.train_step(step, lambda mb: blank_batch(ops, config))
+    # the first step in which islands meet
+    worker.train_step(worker.outer.interval, lambda mb: blank_batch(ops, config))
     muon = worker.optimizer.rules.get("muon")
     return Prediction(
         world_rank,

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mpipar.config.model import ModelConfig
-from mpipar.pipeline.schedules.families import FAMILIES, Family
+from mpipar.pipeline.schedules.catalog import FAMILIES, Family
 from mpipar.study.plan.machine import Machine
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from mpipar.config.sections import Config
 from mpipar.pipeline.instructions import parts
-from mpipar.pipeline.schedules.families import FAMILIES
+from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.study.explain.predict import predict
 from mpipar.study.plan.job import Layout, Shape, Stack, segments
 

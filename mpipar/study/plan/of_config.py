@@ -13,7 +13,7 @@ from mpipar.comm.grid import AXES
 from mpipar.config.layout import matching, sizes_text
 from mpipar.config.sections import Config
 from mpipar.errors import UsageError, UserError
-from mpipar.pipeline.schedules.families import FAMILIES
+from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.run.console.tables import nbytes
 from mpipar.run.data.rows import rows_per_microbatch
 from mpipar.run.files.settings import ParsedConfig

@@ -19,7 +19,7 @@ from mpipar.config.layout import cuts_heads, divisors
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.errors import broken
-from mpipar.pipeline.schedules.families import FAMILIES
+from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.study.explain.predict import moments_of
 from mpipar.study.plan.job import Layout, Shape, Stack
 from mpipar.study.plan.machine import Machine

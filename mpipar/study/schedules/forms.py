@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpipar.pipeline.instructions import Schedule
-from mpipar.pipeline.schedules.families import FAMILIES
+from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.study.schedules.simulate import Costs, Number
 
 

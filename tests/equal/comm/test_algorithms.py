@@ -5,8 +5,6 @@ import time
 import numpy as np
 import pytest
 from small_model import (
-    EVEN,
-    MODEL,
     WORLD,
     assert_equals_known,
     comms_of,
@@ -15,15 +13,12 @@ from small_model import (
     small_config,
 )
 
-from mpipar.comm.algorithms import hierarchical, shared
-from mpipar.comm.algorithms.hierarchical import HierarchicalTransport, is_hierarchical
-from mpipar.comm.algorithms.ring import RingTransport
-from mpipar.comm.algorithms.shared import Marks
-from mpipar.comm.algorithms.steps import add
-from mpipar.comm.algorithms.window import SMALL, TILE, WindowTransport
+from mpipar.comm.algorithms import steps, window
+from mpipar.comm.algorithms.steps import HierarchicalTransport, RingTransport, add, is_hierarchical
+from mpipar.comm.algorithms.window import SMALL, TILE, Marks, WindowTransport
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.comm.request import Done
+from mpipar.comm.transport import Done
 from mpipar.config.run import SUMS
 from mpipar.errors import EnvironmentProblem, HangError
 
@@ -40,9 +35,7 @@ everyone = pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, zip(N
 @pytest.fixture
 def two_hosts(monkeypatch):
     """Let pairs of ranks count as hosts."""
-    monkeypatch.setattr(
-        hierarchical, "host_of", lambda mpi_comm: mpi_comm.Split(mpi_comm.rank // 2)
-    )
+    monkeypatch.setattr(steps, "host_of", lambda mpi_comm: mpi_comm.Split(mpi_comm.rank // 2))
 
 
 def numbers(place: int, length: int) -> np.ndarray:
@@ -159,7 +152,7 @@ def test_every_rank_and_run_has_the_same_bits(name):
     [("room_left", lambda: (1 << 20) + (HERE << 30), 1), ("get_pages", lambda x: HERE > 0, 0)],
 )  # another group has taken it meanwhile
 def test_too_little_shared_memory_is_said_on_every_rank(name, replaced, left, monkeypatch):
-    monkeypatch.setattr(shared, name, replaced)
+    monkeypatch.setattr(window, name, replaced)
     with pytest.raises(EnvironmentProblem, match=rf"{left} MiB left.*--all-reduce mpi"):
         comms_for("window")
 
@@ -254,27 +247,7 @@ def test_levels_need_equal_hosts():
 # --- training
 
 
-def config_for(name, layout, cp=1, **values):
-    return small_config(layout, 5, EVEN if cp > 1 else MODEL, cp=cp, all_reduce=name, **values)
-
-
-LAYOUTS = {
-    2: [((2, 1, 1), 1, 0), ((1, 1, 2), 1, 0), ((2, 1, 1), 1, 1), ((2, 1, 1), 1, 3)],
-    3: [((1, 1, 3), 1, 0)],
-    4: [((2, 1, 2), 1, 0), ((2, 2, 1), 1, 1), ((4, 1, 1), 1, 0), ((1, 2, 1), 2, 3)],
-}
-
-
-@everyone
-@pytest.mark.parametrize(
-    ("layout", "cp", "zero"),
-    slow_unless(lambda *case: case == LAYOUTS[RANKS][0], LAYOUTS.get(RANKS, [])),
-)
-def test_training_equals_one_rank(name, layout, cp, zero):
-    assert_equals_known(config_for(name, layout, cp, zero=zero))
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["levels", "window"])
 def test_training_over_two_hosts_equals_one_rank(name, two_hosts):
-    assert_equals_known(config_for(name, (4, 1, 1)))
+    assert_equals_known(small_config((4, 1, 1), 5, all_reduce=name))

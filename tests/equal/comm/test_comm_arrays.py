@@ -16,7 +16,7 @@ from small_model import (
 )
 
 from mpipar import ops as ops_module
-from mpipar.comm import connect
+from mpipar.comm import groups
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
@@ -86,7 +86,7 @@ def test_what_is_not_contiguous_is_refused_before_it_is_sent(dtype):
 )
 def test_every_transport_of_a_device_refuses_it(kind, aware, monkeypatch):
     (put_in_nccl if kind is NcclTransport else put_in)(monkeypatch)
-    monkeypatch.setattr(connect, "cuda_aware", lambda: aware)
+    monkeypatch.setattr(groups, "cuda_aware", lambda: aware)
     comms = comms_of(ops_module.make("cuda", "float64"))
     assert type(comms.world.transport) is kind
     assert_refused(comms.world, [comms.ops.zeros((3, 2), label="buffers").T])

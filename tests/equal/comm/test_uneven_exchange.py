@@ -8,7 +8,7 @@ from fake_cupy import put_in, put_in_nccl
 from small_model import WORLD, comms_of, cpu, plant, raised_everywhere
 
 from mpipar import ops as ops_module
-from mpipar.comm import connect
+from mpipar.comm import groups
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.collective_check import CollectiveCheck
 from mpipar.comm.grid import Grid, consecutive_slices
@@ -76,7 +76,7 @@ def test_every_piece_arrives_in_its_place(kind, dtype, known):
 @pytest.mark.parametrize("transport", ["yes", "no", "nccl"], ids=["cuda-aware", "staged", "nccl"])
 def test_from_device_memory(transport, monkeypatch):
     (put_in_nccl if transport == "nccl" else put_in)(monkeypatch)
-    monkeypatch.setattr(connect, "cuda_aware", lambda: transport)
+    monkeypatch.setattr(groups, "cuda_aware", lambda: transport)
     comm, comms = group(ops_module.make("cuda", "float64"))
     assert isinstance(comm.transport, NcclTransport) == (transport == "nccl")
     for counts in COUNTS.values():

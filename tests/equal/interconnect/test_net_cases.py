@@ -12,10 +12,10 @@ from mpi4py import MPI
 from small_model import cpu, slow_unless
 
 from mpipar import ops as ops_module
-from mpipar.comm.algorithms.recursive_doubling import RecursiveDoublingTransport
+from mpipar.comm.algorithms.steps import RecursiveDoublingTransport
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
-from mpipar.comm.request import PollingRequest
+from mpipar.comm.transport import PollingRequest
 from mpipar.errors import EnvironmentProblem
 from mpipar.interconnect import compiled, hosts, job, measure
 from mpipar.interconnect.arguments import BY, CASES, ROUTINGS, Arguments

@@ -16,10 +16,9 @@ from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, 
 from bench.matmul.mesh import MESH_CUTS
 from docs.build.commands import FILE
 from mpipar import ops as ops_module
-from mpipar.comm.connect import Options
 from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
-from mpipar.comm.groups import Comms
+from mpipar.comm.groups import Comms, Options
 from mpipar.comm.record import Recorder, Sums
 from mpipar.layers.context import Context
 from mpipar.layers.flat import FlatParams

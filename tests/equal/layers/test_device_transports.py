@@ -25,7 +25,7 @@ from test_cuts import connected
 
 from bench.matmul.cut_product import Sizes, cases, whole
 from mpipar import ops as ops_module
-from mpipar.comm import connect
+from mpipar.comm import groups
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.collective_check import CollectiveCheck
 from mpipar.ops.cupy_copies import Copies
@@ -54,7 +54,7 @@ CALLS = (
 @pytest.fixture(params=["yes", "no"], ids=["cuda-aware", "staged"])
 def cuda_aware(request, monkeypatch):
     put_in(monkeypatch)
-    monkeypatch.setattr(connect, "cuda_aware", lambda: request.param)
+    monkeypatch.setattr(groups, "cuda_aware", lambda: request.param)
     for name in CALLS:
         plain = getattr(MpiTransport, name)
 
@@ -220,7 +220,7 @@ def check_step(cuda_aware, config):
     Checked calls hand over every message at once, so they are an exception.
     """
     worker, rows = worker_and_rows(config, spread=SPREAD, ops=ops_module.make("cuda", "float64"))
-    kind = connect.DeviceTransport if cuda_aware == "yes" else connect.StagedTransport
+    kind = groups.DeviceTransport if cuda_aware == "yes" else groups.StagedTransport
     if WORLD.size > 1:
         assert type(worker.comms.world.transport) is kind
     loss, norm, _ = worker.gradients(1, lambda mb: rows.train(1, mb))

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 import pytest
+from drawn import MODELS
 from small_model import (
     DP,
     EVEN,
@@ -39,7 +40,7 @@ def part_of(worker, name, kind):
         (
             values
             for flat in worker.flats
-            for param, _, values in flat.held(kind)
+            for param, _, values in flat.parts_in(kind)
             if param.name == name
         ),
         None,
@@ -58,6 +59,20 @@ COPIES = {
         if layout[2] > 1
     },
     "context parallel": ((1, 1, WORLD.size // 2), {"cp": 2, "model": EVEN}),
+    # Ranks that hold one head of keys add up its gradient identically, to the last bit.
+    **{
+        f"shared heads {tp_matmul}": (
+            (1, 1, WORLD.size),
+            {
+                "model": MODELS["tied"],
+                "rows_per_mb": 4,
+                "sequence_parallel": True,
+                "tp_matmul": tp_matmul,
+                "seq_len": 13,
+            },
+        )
+        for tp_matmul in ("plain", "ring")
+    },
 }
 
 

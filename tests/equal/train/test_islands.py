@@ -112,7 +112,7 @@ def by_numpy(config, interval, lr, momentum):
     flats, decay = worker.flats, []
     for flat in flats:
         decay.append(np.zeros(flat.total))
-        for decays, run in flat.updates[0]:
+        for decays, run in flat.decay_runs[0]:
             decay[-1][run] = decays * train.weight_decay
     decay = np.concatenate(decay)
     outer = np.concatenate([flat.master for flat in flats])

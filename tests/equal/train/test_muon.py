@@ -139,7 +139,7 @@ def summed_twice(plain, self):
 
 def per_microbatch(plain, self):
     """Momentum moves on, and its matrices are made orthogonal, for each of two microbatches."""
-    summed = [x for flat in self.flats for x in flat.summed]
+    summed = [x for flat in self.flats for x in flat.reduced_grads]
     halves = [x / 2 for x in summed]
     for _ in range(2):
         for x, half in zip(summed, halves, strict=True):

@@ -1,18 +1,23 @@
 """Covering arrays: lists of legal cases in which each legal pair of values occurs.
 
-mpipar itself decides whether values are legal together: an incomplete case is legal if some whole
-case with its values is. `Completion` looks for one. Where mpipar refuses a case, it tries other
-values of the free choices, and keeps those that get past the first refusal.
+choices: {name: values}. mpipar itself decides whether values are legal together: refusals(case)
+are its objections to a whole case. An incomplete case is legal if some whole case with its values
+is. `Completion` looks for one. Where mpipar refuses a case, it tries other values of the free
+choices, and keeps those that get past the first refusal.
 """
 
 from __future__ import annotations
 
 import re
+import string
 from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from tests.helpers.lives.choices import CHOICES, MOST_RANKS, Case, refusals
+Case = Mapping[str, object]
+Refusals = Callable[[Case], list[str]]
+LETTERS = string.digits + string.ascii_lowercase
 
 DEEPEST = 6  # refusals that are overcome one after the other
 TRIES = 3  # candidates, of which the best is taken
@@ -23,8 +28,8 @@ LOOKS = 1  # attempts with a choice that never overcomes a kind of refusal
 class Completion:
     """Finds whole legal cases, and learns from mpipar's refusals to become faster."""
 
-    def __init__(self, choices=CHOICES, most_ranks=MOST_RANKS):
-        self.choices, self.most_ranks = choices, most_ranks
+    def __init__(self, choices: Mapping, refusals: Refusals):
+        self.choices, self.refusals = choices, refusals
         # Kind of refusal -> how often another value of a choice overcame it, and how often it was
         # tried.
         self.matters: dict = defaultdict(Counter)
@@ -38,7 +43,7 @@ class Completion:
         return self._mended({**first, **(near or {}), **part}, frozenset(part), DEEPEST)
 
     def _mended(self, case, fixed, depth):
-        wrong = refusals(case, self.most_ranks)
+        wrong = self.refusals(case)
         if not wrong:
             return case
         kind = kind_of(wrong[0])
@@ -52,7 +57,7 @@ class Completion:
             tries[name] += 1
             for value in self.choices[name]:
                 other = {**case, name: value}
-                if value == case[name] or kind in map(kind_of, refusals(other, self.most_ranks)):
+                if value == case[name] or kind in map(kind_of, self.refusals(other)):
                     continue
                 matters[name] += 1
                 if found := self._mended(other, fixed | {name}, depth - 1):
@@ -69,7 +74,7 @@ def kind_of(refusal: str) -> str:
 class Coverage:
     """Which pairs of values of different choices occur in cases. values: all (name, value)."""
 
-    def __init__(self, choices=CHOICES):
+    def __init__(self, choices: Mapping):
         self.choices = choices
         self.values = [(name, value) for name, values in choices.items() for value in values]
         self.place = {value: number for number, value in enumerate(self.values)}
@@ -125,9 +130,9 @@ def filled(
     return {name: case[name] for name in coverage.choices}
 
 
-def singles(choices=CHOICES, most_ranks=MOST_RANKS) -> list[dict]:
+def singles(choices: Mapping, refusals: Refusals) -> list[dict]:
     """Return a few cases in which each legal value occurs, and many pairs."""
-    completion, coverage = Completion(choices, most_ranks), Coverage(choices)
+    completion, coverage = Completion(choices, refusals), Coverage(choices)
     rng, cases = np.random.default_rng(0), []
     for name, value in coverage.values:
         if any(case[name] == value for case in cases):
@@ -138,14 +143,14 @@ def singles(choices=CHOICES, most_ranks=MOST_RANKS) -> list[dict]:
     return cases
 
 
-def pairs(choices=CHOICES) -> tuple[list[dict], list[tuple[dict, str]]]:
+def pairs(choices: Mapping, refusals: Refusals) -> tuple[list[dict], list[tuple[dict, str]]]:
     """Return (cases in which each legal pair of values occurs, illegal pairs and what refuses
     them).
 
     Each case begins with a pair whose values lack many pairs. Of a few such cases the one with the
     most new pairs is taken.
     """
-    completion, coverage = Completion(choices), Coverage(choices)
+    completion, coverage = Completion(choices, refusals), Coverage(choices)
     rng, cases, refused, open_ = np.random.default_rng(0), [], [], coverage.different()
     while len(left := np.argwhere(open_ & ~coverage.seen)):
         lacks = np.bincount(left.ravel(), minlength=len(coverage.values))
@@ -180,3 +185,24 @@ def pairs(choices=CHOICES) -> tuple[list[dict], list[tuple[dict, str]]]:
         else:
             illegal.append((part, completion.why[1]))
     return cases, illegal
+
+
+# --- a case as a row of letters, one for each choice: the index of its value
+
+
+def described(choices: Mapping) -> dict[str, str]:
+    """Return {name: values in words}: what the letters stand for."""
+    return {name: ", ".join(map(repr, values)) for name, values in choices.items()}
+
+
+def row_of(case: Case, choices: Mapping) -> str:
+    """Return a whole case as letters."""
+    return "".join(LETTERS[values.index(case[name])] for name, values in choices.items())
+
+
+def case_of(row: str, choices: Mapping) -> dict:
+    """Return the case of a row of letters."""
+    return {
+        name: values[LETTERS.index(letter)]
+        for letter, (name, values) in zip(row, choices.items(), strict=True)
+    }

@@ -14,6 +14,7 @@ from mpipar.errors import UserError
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.resolve import resolve
+from tests.helpers.lives.array import Case
 
 MOST_RANKS = 4
 AXES = ("dp", "pp", "cp", "tp")
@@ -131,9 +132,6 @@ def small_choices() -> dict:
             "loss_scale": (None,),
         }
     )
-
-
-Case = Mapping[str, object]
 
 
 def ranks_of(case: Case) -> int:

@@ -2,40 +2,20 @@
 
     python -m tests.helpers.lives.kept
 
-Run this after a change of the choices, or of what is legal together. A case is a row of letters,
-one for each choice: the index of its value among the values of that choice.
+Run this after a change of the choices, or of what is legal together.
 """
 
 from __future__ import annotations
 
 import json
-import string
+from functools import partial
 from pathlib import Path
 
-from tests.helpers.lives.array import pairs, singles
-from tests.helpers.lives.choices import CHOICES, Case, small_choices
+from tests.helpers.lives.array import LETTERS, Case, case_of, described, pairs, row_of, singles
+from tests.helpers.lives.choices import CHOICES, refusals, small_choices
 
 FILE = Path(__file__).with_name("cases.json")
-LETTERS = string.digits + string.ascii_lowercase
 COMMAND = "python -m tests.helpers.lives.kept"
-
-
-def described() -> dict[str, str]:
-    """Return {name: values in words}: what the letters stand for."""
-    return {name: ", ".join(map(repr, values)) for name, values in CHOICES.items()}
-
-
-def row_of(case: Case) -> str:
-    """Return a whole case as letters."""
-    return "".join(LETTERS[values.index(case[name])] for name, values in CHOICES.items())
-
-
-def case_of(row: str) -> dict:
-    """Return the case of a row of letters."""
-    return {
-        name: values[LETTERS.index(letter)]
-        for letter, (name, values) in zip(row, CHOICES.items(), strict=True)
-    }
 
 
 def text_of(part: Case) -> str:
@@ -59,25 +39,24 @@ def read() -> dict[str, list]:
     the choices are no longer those that the arrays were made for.
     """
     kept = json.loads(FILE.read_text())
-    if kept["choices"] != described():
+    if kept["choices"] != described(CHOICES):
         raise ValueError(f"{FILE}: made for other choices; run {COMMAND}")
     return {
-        "few": list(map(case_of, kept["few"])),
-        "pairs": list(map(case_of, kept["pairs"])),
+        **{name: [case_of(row, CHOICES) for row in kept[name]] for name in ("few", "pairs")},
         "illegal": [(part_of(part), why) for part, why in kept["illegal"].items()],
     }
 
 
 def main() -> None:
     """Find the arrays and write them."""
-    few = singles(small_choices(), 2)
-    found, illegal = pairs()
+    few = singles(small_choices(), partial(refusals, most_ranks=2))
+    found, illegal = pairs(CHOICES, refusals)
     FILE.write_text(
         json.dumps(
             {
-                "choices": described(),
-                "few": list(map(row_of, few)),
-                "pairs": list(map(row_of, found)),
+                "choices": described(CHOICES),
+                "few": [row_of(case, CHOICES) for case in few],
+                "pairs": [row_of(case, CHOICES) for case in found],
                 "illegal": {text_of(part): why for part, why in illegal},
             },
             indent=0,

@@ -19,7 +19,7 @@ from mpipar.comm.record import Recorder
 from mpipar.config.run import TEMPERATURE
 from mpipar.config.text import quoted
 from mpipar.layers.stash import Batch
-from mpipar.models.params import all_params
+from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.data import rows

@@ -122,7 +122,7 @@ def tie_forgotten(plain, self, x, name, op="sum"):
 def norm_counts_copies(plain, self):
     """Add the squares of everything that a rank holds, copies of others' weights included."""
     for flat in self.flats:
-        flat.counted = [(True, 0, slice(flat.size))]
+        flat.norm_runs = [(True, 0, slice(flat.size))]
     return plain(self)
 
 

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from mpipar import ops
-from mpipar.comm import groups, request, transport
+from mpipar.comm import groups, transport
 from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores, use_batch_scheduling
 from mpipar.comm.record import Recorder
-from mpipar.comm.request import POLLS_BEFORE_SLEEP, PollingRequest
+from mpipar.comm.transport import POLLS_BEFORE_SLEEP, PollingRequest
 from mpipar.config.run import RunConfig
 
 
@@ -33,7 +33,7 @@ class Late:
 @pytest.fixture
 def naps(monkeypatch):
     found = []
-    monkeypatch.setattr(request, "time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=found.append))
     return found
 
 
@@ -50,7 +50,7 @@ def test_a_message_that_is_nearly_there_is_not_slept_for(naps):
 @pytest.mark.parametrize("yields_cpu", [True, False])
 def test_sends_and_receives_are_patient_on_request(yields_cpu):
     wire = MpiTransport.__new__(MpiTransport)  # without MPI
-    wire.options, wire.mpi_isend = request.Options(yields_cpu=yields_cpu), lambda *_: Late(1)
+    wire.options, wire.mpi_isend = transport.Options(yields_cpu=yields_cpu), lambda *_: Late(1)
     wire.mpi = SimpleNamespace(Irecv=wire.mpi_isend)
     for made in (wire.isend(None, 1, 0), wire.irecv(None, 1, 0)):
         assert isinstance(made, PollingRequest) == yields_cpu

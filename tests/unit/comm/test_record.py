@@ -13,7 +13,7 @@ from helpers import REPOSITORY
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder, Span
-from mpipar.comm.request import Done
+from mpipar.comm.transport import Done
 from mpipar.config.resolve import resolve
 from mpipar.layers.context import Context
 from mpipar.layers.flat import FlatParams

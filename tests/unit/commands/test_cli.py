@@ -19,7 +19,7 @@ from mpipar import __version__, cli, errors
 from mpipar.config.sections import FIELDS, FLAGS
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError
-from mpipar.models.params import all_params
+from mpipar.models.on_shapes import all_params
 from mpipar.run.process import failure
 from mpipar.run.resolve import resolve
 

@@ -1,6 +1,5 @@
 """Cut axes: flags, arithmetic, and products whose weights are several tensors."""
 
-import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +8,6 @@ from helpers import assert_close
 from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import numeric_gradient
-from program import TEXT, block_of, mpipar, section
 
 import mpipar as library
 from bench.matmul.cut_product import NAME, PHASES, CutProduct, Sizes, whole
@@ -23,13 +21,6 @@ from mpipar.layers.ffn import GatedFeedForward
 from mpipar.layers.linears import LINEARS
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.study.trace import pop, waits
-
-SMALL = [
-    "train",
-    *TEXT,
-    *"""--layers 2 --d-model 32 --heads 2 --seq-len 33 --batch-size 4
-    --num-microbatches 2 --steps 3 --sample-tokens 5 --tp 2 --pp 1""".split(),
-]
 
 
 @given(st.integers(0, 50), st.integers(1, 12))
@@ -67,33 +58,6 @@ def test_every_operation_of_a_cut_is_its_layer_s(cut):
 def test_a_chain_is_booked_with_its_mean(operation):
     """All but one of the ranks send the payload."""
     assert [wire_bytes(operation, 120, q) * q for q in (1, 2, 3, 4)] == [0, 120, 240, 360]
-
-
-def test_ring_without_cut_tokens_is_refused_with_exit_code_2():
-    block_of(mpipar(*SMALL, "--tp-matmul", "ring", ranks=2), 2, "--sequence-parallel")
-
-
-def test_a_run_reports_barriers_by_name_and_how_much_of_the_ring_is_hidden(tmp_path):
-    done = mpipar(
-        *SMALL, "--sequence-parallel", "--tp-matmul", "ring", "--out", tmp_path / "run", ranks=2
-    ).ended()
-    lines = section(done.stdout, "barriers of a step")
-    found = {tuple(line.split()[1:4]) for line in lines if line.startswith("tp")}
-    for name, phases in (
-        ("attn.qkv", "FIW"),
-        ("ffn.up", "FIW"),
-        ("attn.proj", "FI"),
-        ("ffn.down", "FI"),
-    ):
-        for phase in phases:
-            assert {(f"block*.{name}", kind, phase) for kind in ("send", "recv")} <= found
-    assert ("grads.tp", "all_reduce", "sync") in found
-    hidden = re.search(
-        r"^messages of tp: its rank computed in (\d+)% of the time of flight$",
-        done.stdout,
-        re.MULTILINE,
-    )
-    assert 0 <= int(hidden[1]) <= 100
 
 
 def reduce_trace(posted):

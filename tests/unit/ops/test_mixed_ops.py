@@ -137,7 +137,7 @@ def test_float16_beyond_its_range_is_infinite_without_a_warning():
 
 
 def assert_update_rounds_as_publish(ops, rng, smallest=0.0):
-    """A resumed run makes the layers' data by `publish`; the run before it made them in the update.
+    """A resumed run makes the layers' data by a copy; the run before it made them in the update.
 
     Numbers of all sizes from `smallest` on, half of them just between two of 16 bits.
     """
@@ -155,7 +155,7 @@ def assert_update_rounds_as_publish(ops, rng, smallest=0.0):
     ops.adamw_runs(flat.master, grad, m, v, runs, **ADAMW, copy=flat.data)
     updated = ops.to_host(flat.data).tobytes()
     assert ops.to_host(flat.master).tobytes() == numbers.tobytes()  # nothing moved the halves
-    flat.publish()
+    flat.copy_master_to_params()
     assert len(set(numbers.tolist())) > 5000
     assert ops.to_host(flat.data).tobytes() == updated
 

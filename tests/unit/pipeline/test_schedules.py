@@ -2,7 +2,6 @@
 
 from collections import Counter
 from fractions import Fraction
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +10,7 @@ from schedule_cases import compute, counts
 
 from mpipar.errors import UsageError
 from mpipar.pipeline.check import check
-from mpipar.pipeline.instructions import Instr, is_compute, lower, parts, receives, sends
+from mpipar.pipeline.instructions import is_compute, lower, parts, receives, sends
 from mpipar.pipeline.schedules.catalog import (
     FAMILIES,
     SCHEDULES,
@@ -137,14 +136,6 @@ def test_the_pictures_in_the_docstrings_are_the_schedules(name):
         assert shown == (program[: len(shown)] if tokens[-1] == "..." else program)
 
 
-def test_text_forms():
-    assert str(Instr("F", 2, 0)) == "2F0"
-    assert str(Instr("SEND_F", 2, 0)) == "2SEND_F0"
-    assert str(Instr("RECV_B", 3, 11)) == "3RECV_B11"
-    assert str(Instr("REDUCE_GRAD", 3)) == "3REDUCE_GRAD"
-    assert str(Instr("OVERLAP_F_B", 0, 4, 3, 1)) == "(0F4;3B1)OVERLAP_F_B"
-
-
 @given(counts())
 @settings(max_examples=150, deadline=None)
 def test_every_schedule_is_complete_and_can_run(case):
@@ -174,18 +165,6 @@ def test_every_schedule_is_complete_and_can_run(case):
             elif name != "dualpipe-v":
                 assert kinds == {"F", "B"}
     assert len(report.peak_stash) == p
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_zero_bubble_schedules_postpone_weight_gradients(name):
-    """On the last rank, where a backward could run whole, W does not follow its I."""
-    schedule = make_schedule(name, 4, 8)
-    program = compute(schedule, 3)
-    apart = sum(
-        instr.kind == "I" and after[:3] != ("W", instr.stage, instr.mb)
-        for instr, after in pairwise(program)
-    )
-    assert apart >= 3
 
 
 @given(counts(max_p=5, max_m=9))

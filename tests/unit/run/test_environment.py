@@ -11,7 +11,7 @@ import pytest
 from helpers import REPOSITORY, run_command, run_ranks
 from program import LIMIT, PROGRAM, TEXT, block_of, environment
 
-from mpipar.comm.connect import stated_awareness
+from mpipar.comm.groups import stated_awareness
 from mpipar.comm.launcher import Launcher, read_launcher
 from mpipar.commands.doctor import remarks
 from mpipar.errors import EnvironmentProblem

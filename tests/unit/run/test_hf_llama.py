@@ -14,7 +14,7 @@ from one_rank import fresh, loaded
 from safetensors.numpy import load_file, save_file
 
 from mpipar.errors import DataError, UsageError
-from mpipar.models.params import all_params
+from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.formats import OWN, format_of, model_settings, start_notes
 from mpipar.run.resolve import resolve

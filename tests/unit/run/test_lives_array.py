@@ -1,6 +1,7 @@
 """The covering arrays of tests.helpers.lives: no setting and no legal pair is left out."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
@@ -43,22 +44,24 @@ def test_the_kept_arrays_hold_each_value_and_each_pair():
     arrays = kept.read()
     assert all(not refusals(case) for case in arrays["pairs"])
     assert all(not refusals(case, 2) and case["dtype"] == "float64" for case in arrays["few"])
-    coverage, illegal = Coverage(), np.zeros_like(Coverage().seen)
+    coverage = Coverage(CHOICES)
+    illegal = np.zeros_like(coverage.seen)
     for case in arrays["pairs"]:
         coverage.add(case)
     for part, _ in arrays["illegal"]:
         illegal[tuple(coverage.places(part))] = True
     assert (coverage.seen | illegal)[coverage.different()].all()
     assert not (coverage.seen & illegal).any()
+    completion = Completion(small_choices(), partial(refusals, most_ranks=2))
     for name, values in small_choices().items():
         lived = {case[name] for case in arrays["few"]}
-        legal = {value for value in values if Completion(small_choices(), 2).of({name: value})}
+        legal = {value for value in values if completion.of({name: value})}
         assert lived == legal, name
 
 
 @pytest.fixture(scope="module")
 def found():
-    return pairs(FEW)
+    return pairs(FEW, refusals)
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_it_loads_onto_any_layout(layout):
     for worker in loaded(config, size, STEP):
         for flat in worker.flats:
             for kind in flat.state:
-                for param, first, held in flat.held(kind):
+                for param, first, held in flat.parts_in(kind):
                     shard = np.zeros(param.local_shape, np.float32)
                     box = tuple((0, length) for length in param.shape)
                     inside = tuple(slice(0, stop - start) for start, stop in param.box)

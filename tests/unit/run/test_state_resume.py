@@ -13,7 +13,7 @@ from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
 from mpipar.run.data.rows import Rows
-from mpipar.train.loss_scale import LossScale
+from mpipar.train.decisions import LossScale
 
 TOKENS = np.random.default_rng(7).integers(0, 29, 500).astype(np.uint8)
 # float16 overflows in the first steps here.
@@ -126,7 +126,7 @@ def test_a_counter_of_the_loss_scale_not_saved(counter, tmp_path, monkeypatch):
 def test_publish_forgotten(tmp_path, monkeypatch):
     def broken(*arguments):
         with monkeypatch.context() as patch:
-            patch.setattr(FlatParams, "publish", lambda self: None)
+            patch.setattr(FlatParams, "copy_master_to_params", lambda self: None)
             load.load_state(*arguments)
 
     monkeypatch.setitem(globals(), "load_state", broken)

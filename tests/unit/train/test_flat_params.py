@@ -74,8 +74,8 @@ def test_runs_and_units_cover_each_parameter_once(layout):
     for flat in worker_of(**LAYOUTS[layout]).flats:
         for runs in (
             list(flat.units.values()),
-            [run for _, run in flat.updates[0]],
-            [run for *_, run in flat.counted],
+            [run for _, run in flat.decay_runs[0]],
+            [run for *_, run in flat.norm_runs],
         ):
             assert [run.start for run in runs] == [0, *(run.stop for run in runs[:-1])]
             assert runs[-1].stop == flat.size == sum(param.size for param in flat.params)
@@ -85,7 +85,7 @@ def test_runs_and_units_cover_each_parameter_once(layout):
             assert place.stop <= run.stop
             assert [param.owner] == [
                 counts
-                for counts, _, run in flat.counted
+                for counts, _, run in flat.norm_runs
                 if run.start <= place.start and place.stop <= run.stop
             ]
 
@@ -125,9 +125,9 @@ def assert_shared_out(flats, count):
     """The same buffers on all ranks of a data group: each number has one owner."""
     covered = np.zeros(flats[0].total, int)
     for flat in flats:
-        for own in flat.own:
+        for own in flat.local_slices:
             covered[own] += 1
-        assert [(own.stop - own.start) * count for own in flat.own] == [
+        assert [(own.stop - own.start) * count for own in flat.local_slices] == [
             segment.run.stop - segment.run.start for segment in flat.segments
         ]
     assert (covered == 1).all()
@@ -136,7 +136,7 @@ def assert_shared_out(flats, count):
             part.size
             for flat in flats
             for param in flat.params
-            for _, part in flat.parts(param, flat.summed)
+            for _, part in flat.parts(param, flat.reduced_grads)
         )
         == flats[0].size
     )
@@ -147,7 +147,7 @@ def test_an_update_is_two_runs_for_each_unit():
     assert len(flat.units) == SHAPE["layers"] + 2
     # The embedding has no parameters without decay: it has one run, and norm and head have
     # the norm alone, because the table is the embedding's.
-    assert len(flat.updates[0]) == 2 * SHAPE["layers"] + 2
+    assert len(flat.decay_runs[0]) == 2 * SHAPE["layers"] + 2
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_state_names_all_that_an_update_changes(optimizer, kinds):
             assert list(state) == list(other) == kinds
             for kind, buffer in other.items():
                 buffer[...] = state[kind]
-    second.flats[0].publish()
+    second.flats[0].copy_master_to_params()
     second.flats[0].grad[...] = gradients[1]
     second.optimizer.step(0.1, 2)
     np.testing.assert_array_equal(first.flats[0].master, second.flats[0].master)

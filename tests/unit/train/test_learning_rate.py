@@ -16,14 +16,13 @@ from mpipar.layers.loss import CrossEntropy
 from mpipar.run.data.rows import Rows
 from mpipar.run.files.settings import to_toml, values_of
 from mpipar.run.resume import resumed
+from mpipar.train.decisions import LossScale
 from mpipar.train.gradsync import GradSync
-from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import (
     DECAY_RATIO,
     Sgd,
     fall_start,
     learning_rate,
-    of_new_length,
     warm_up_notes,
 )
 
@@ -102,18 +101,6 @@ def test_a_run_that_goes_on_keeps_its_schedule():
         "--lr-schedule cosine: can't change in a resumed run, which has wsd;"
         " leave --lr-schedule out, or start a new run"
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("cosine", "the learning rate of each further step follows the schedule of the new length"),
-        ("constant", "the learning rate stays constant"),
-        ("wsd", "the learning rate stays at its peak up to step 80, then falls"),
-    ],
-)
-def test_more_steps_are_explained(name, text):
-    assert of_new_length(TrainConfig(steps=100, lr_schedule=name)) == text
 
 
 @pytest.mark.parametrize("steps", [3, 5, 10])

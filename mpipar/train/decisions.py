@@ -1,11 +1,53 @@
-"""The loss scale of float16, the only type whose steps are ever skipped."""
+"""What all ranks decide together about a step: to stop, to save, or to skip it (float16)."""
 
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpipar.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class StepVotes:
+    """One rank's votes in a step and, after the all-reduce, the decision that all ranks act on.
+
+    stop, save: whether this rank asks for it; decision: whether any rank does. written: whether
+    this rank has written its part of a checkpoint in the background; decision: whether every rank
+    has. Islands decide for themselves, and act only where they meet.
+    """
+
+    stop: bool = False
+    save: bool = False
+    written: bool = False
+
+
+class OneIsland:
+    """All ranks take every step together: nothing is left to do at its end.
+
+    begun: whether islands have taken steps since they last met. interval: steps from one meeting to
+    the next.
+    """
+
+    begun = False
+    interval = 1
+
+    def begin(self) -> None:
+        """Prepare for a step."""
+
+    def meets(self, step: int) -> bool:
+        """Return whether all ranks have the same weights after a step."""
+        return True
+
+    def end(self, step: int, agreed: StepVotes) -> StepVotes:
+        """Finish a step; return what all ranks have decided. agreed: what this island has."""
+        return agreed
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Let layers read the weights that all ranks share inside the block."""
+        return nullcontext()
 
 
 class Decision(NamedTuple):

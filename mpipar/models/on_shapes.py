@@ -1,18 +1,19 @@
-"""The FLOPs of a model's units, counted by running them on shapes: stages are split by them."""
+"""A model on shapes, the same on every rank: the list of its parameters, the FLOPs of its units."""
 
 from __future__ import annotations
 
+from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
 from mpipar.config.model import ModelConfig
 from mpipar.layers.context import Context
-from mpipar.layers.contracts import Layer
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.loss import Head
-from mpipar.layers.stash import Batch, Stash
-from mpipar.models.decoder import BLOCKS, TOKENS, shared_table
-from mpipar.models.split import UnitFlops
+from mpipar.layers.param import Param
+from mpipar.layers.stash import Batch, Layer, Stash
+from mpipar.models.decoder import BLOCKS, TOKENS, Stage, shared_table
+from mpipar.models.split import Split, UnitFlops
 from mpipar.ops.shape_ops import ShapeOps
 
 
@@ -43,3 +44,22 @@ def unit_flops(config: ModelConfig) -> UnitFlops:
     return UnitFlops(
         0.0, tuple(blocks[config.block_kind(index)] for index in range(config.layers)), head
     )
+
+
+def all_params(
+    config: ModelConfig, stage_layers: Split, table_multiple: int = 1
+) -> list[tuple[int, Param]]:
+    """Return (stage, Param) of every whole tensor, from the real layers on shapes, without memory.
+
+    They are sorted by name, the order in which every rank processes them. table_multiple: of the
+    ranks whose shards are wanted, see `Ops`.
+    """
+    ops = ops_module.make("shapes", "float32")
+    ops.table_multiple = table_multiple
+    solo = Context(ops, Comms.solo(ops))
+    tables: dict[str, Param] = {}
+    found: list[tuple[int, Param]] = []
+    for number in range(len(stage_layers)):
+        stage = Stage(solo, config, number, stage_layers, tables)
+        found += [(number, param) for param in stage.params]
+    return sorted(found, key=lambda item: item[1].name)
