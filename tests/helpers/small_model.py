@@ -1,7 +1,6 @@
 """A decoder of odd, unequal sizes, and the comparison of a layout with one rank."""
 
 import functools
-import itertools
 import os
 from dataclasses import replace
 from unittest import mock
@@ -68,27 +67,6 @@ def small_config(
     )
     config = changed(config, dp=dp, pp=pp, tp=tp, num_microbatches=num_microbatches, **values)
     return resolve(config, dp * pp * tp * config.grid.cp)[0]
-
-
-def every(quick=lambda one: True, **choices):
-    """Every combination of values for `small_config`, as parameters of a test.
-
-    choices: of a list each value in turn, anything else in all; a dict gives several fields at
-    once. Those for which quick(values) does not hold are for the slow sessions.
-    """
-    names = [name for name, one in choices.items() if isinstance(one, list)]
-    found = []
-    for values in itertools.product(*(choices[name] for name in names)):
-        made = {}
-        for name, value in (choices | dict(zip(names, values, strict=True))).items():
-            made |= value if isinstance(value, dict) else {name: value}
-        text = " ".join(
-            str(value) if name == "layout" else f"{name} {value}"
-            for name, value in made.items()
-            if name != "model"
-        )
-        found.append(pytest.param(made, id=text, marks=() if quick(made) else pytest.mark.slow))
-    return found
 
 
 @functools.cache
