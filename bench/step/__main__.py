@@ -4,6 +4,7 @@
     mpiexec -n 2 python -m bench.step             # two ranks beside PyTorch on two threads
     python -m bench.step --batch-size 8 --repeats 7
     python -m bench.step --arch llama --kv-heads 2
+    python -m bench.step --arch mixtral           # 8 experts, 2 for each token
     python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
     python -m bench.step --sides best             # the fastest form of each, or with `own` of ours
     mpiexec -n 2 python -m bench.step --sides own
@@ -18,7 +19,8 @@ If PyTorch is installed, its side `torch` runs eagerly. It computes attention ex
 mask, softmax, product), as mpipar does. Its other sides use its own attention, its own AdamW in one
 pass, and are compiled as a whole, if a compiler is found. On several ranks, `torch DDP` and `torch
 FSDP2` (a unit for each block) have its own attention and AdamW, and send by gloo. PyTorch runs in
-processes of its own, because the threads of two libraries in one process slow each other down.
+processes of its own, because the threads of two libraries in one process slow each other down. Its
+experts are grouped products, as those of transformers.
 
 All sides start from the same weights, and must give PyTorch's losses over three updates before
 anything is timed. Their repetitions alternate, so that a slow spell of the machine hits all. With
@@ -59,6 +61,7 @@ from bench.step.torch_process import ALONE, TOGETHER, TorchProcess
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.objects import broadcast_text, gather_numbers
 from mpipar.config import flags
+from mpipar.config.model import ARCHS
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.ops import KERNELS, make
@@ -104,7 +107,9 @@ def check_flags(args, parser) -> None:
     """Check what was typed. Raises UsageError."""
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         parser.error("--peak-tflops must be above 0")
-    args.compiled = args.compiled and any(map(shutil.which, COMPILERS[args.device]))
+    compiler = any(map(shutil.which, COMPILERS[args.device]))
+    grouped = "experts" in ARCHS[args.arch]  # a product that torch.compile takes in bfloat16 only
+    args.compiled = args.compiled and compiler and not grouped
 
 
 def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:

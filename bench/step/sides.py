@@ -27,8 +27,7 @@ TIMES = ("forward_backward", "update", "communication")  # seconds; the last one
 
 def add_sizes(parser) -> None:
     """Add the flags of the model's sizes and of the number of steps."""
-    archs = [name for name, values in ARCHS.items() if "experts" not in values]
-    parser.add_argument("--arch", choices=archs, default="gpt2", help="(gpt2)")
+    parser.add_argument("--arch", choices=tuple(ARCHS), default="gpt2", help="(gpt2)")
     parser.add_argument("--kv-heads", type=flags.count, help="heads of keys (as many as queries)")
     add_counts(
         parser,
@@ -52,6 +51,8 @@ def configure(args, layout: dict, num_ranks: int):
     names = ("arch", "layers", "d_model", "heads", "kv_heads", "seq_len", "vocab_size")
     names += ("batch_size", "device", "dtype")
     values = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if "experts" in ARCHS[args.arch]:
+        values["router_balance"] = "none"  # PyTorch's side has no loss but that of the tokens
     values |= {"dp": 1, "pp": 1, "tp": 1, "num_microbatches": 1, "warmup_steps": 0}
     return resolve(build(values | layout), num_ranks)[0]
 

@@ -57,7 +57,7 @@ class Block(Part):
         q, k, v = self.heads(self.norm(x, "norm1"))
         heads = self.attend(turned(q, angles), turned(k, angles), v, hidden)
         x = x + self.linear(heads.transpose(1, 2).flatten(2), "attn.proj")
-        return x + self.linear(self.wide(self.norm(x, "norm2")), "ffn.down")
+        return x + self.feed_forward(self.norm(x, "norm2"))
 
     def heads(self, x):
         """Return q (B, H, T, d), k and v (B, K, T, d) of x (B, T, D)."""
@@ -66,6 +66,21 @@ class Block(Part):
         else:
             parts = self.linear(x, "attn.qkv").chunk(3, dim=-1)
         return [one.unflatten(-1, (-1, self.model.head_dim)).transpose(1, 2) for one in parts]
+
+    def feed_forward(self, x):
+        """Return the network's, or the experts', result for x (B, T, D)."""
+        if self.weight("moe.router.w") is None:
+            return self.linear(self.wide(x), "ffn.down")
+        rows, count = x.flatten(0, 1), self.model.experts_per_token
+        logits, ids = self.linear(rows, "moe.router").topk(count)
+        order = ids.flatten().argsort(stable=True)
+        ends = ids.flatten().bincount(minlength=self.model.experts).cumsum(0)
+        gate, h = grouped(rows[order // count], self.weight("moe.up.w").flatten(1, 2), ends).chunk(
+            2, dim=-1
+        )
+        y = grouped(functional.silu(gate) * h, self.weight("moe.down.w"), ends)
+        y = y * torch.softmax(logits, dim=-1).flatten()[order, None]
+        return torch.zeros_like(rows).index_add(0, order // count, y).view_as(x)
 
     def wide(self, x):
         """Return the input of the block's last product."""
@@ -88,6 +103,14 @@ class Block(Part):
         return functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
+
+
+def grouped(x, w, ends):
+    """Return x w[e]^T (R, M) of x (R, K) and w (E, M, K): ends (E,) of the rows of each expert."""
+    if x.dtype != torch.float64:
+        return functional.grouped_mm(x, w.transpose(1, 2), offs=ends.to(torch.int32))
+    parts = x.tensor_split(ends[:-1].cpu())
+    return torch.cat([part @ own.T for part, own in zip(parts, w, strict=True)])
 
 
 def turned(x, angles):
@@ -199,9 +222,9 @@ class TorchDecoder:
             for name, place in places.items()
         }
 
-    @staticmethod
-    def _is_product(name, ndim):
-        return name.startswith("block") and name.endswith(".w") and ndim > 1
+    def _is_product(self, name, ndim):
+        of_experts = self.config.model.experts and ".moe." in name
+        return name.startswith("block") and name.endswith(".w") and ndim > 1 and not of_experts
 
     def _their_layout(self, name, w):
         """Return a matrix as torch.nn.Linear stores it, (out, in), so that its product adds the
