@@ -164,35 +164,33 @@ def expert_row(config, case, seconds: float, analysis) -> dict:
     (ep,) = case
     return {
         "ep": ep,
-        **exchanged(analysis.trace),
+        **exchanged(config, analysis.trace),
         "waiting": time_shares(analysis)["waiting"],
         "step_ms": seconds * 1e3,
     }
 
 
-def exchanged(trace) -> dict[str, float]:
+def exchanged(config, trace) -> dict[str, float]:
     """Return a rank's expert barriers per step, what the busiest one sends, and the imbalance.
 
-    busiest_expert, busiest_rank: rows that they get, over the mean.
+    busiest_rank: rows that its experts get, over the mean. These are what the rank's own tokens
+    choose, less what it sends to others, and what it gets from them and sends back.
     """
-    calls, sent, ranks, loads = 0, [0], Counter(), Counter()
+    model, chosen = config.model, config.train.batch_size // config.grid.dp * config.model.seq_len
+    chosen *= model.experts_per_token * model.d_model * 4 * model.layers * trace.num_steps  # bytes
+    barriers, sent, gets = 0.0, [0.0], [0]
     for rank in trace.ranks:
         own = [one for one in rank.records if one.axis == "expert"]
-        calls = len(own) / trace.num_steps
+        barriers = len(own) / trace.num_steps
         sent.append(sum(one.wire_bytes for one in own) / trace.num_steps)
-        for load in rank.loads:
-            ranks[rank.world_rank] += sum(load.rows)
-            for expert, count in enumerate(load.rows, load.first):
-                loads[load.layer, expert] += count
-
-    def over_mean(counts):
-        return max(counts.values()) * len(counts) / counts.total()
-
+        moved = Counter()
+        for one in own:
+            moved[one.phase, one.name.rpartition(".")[2]] += one.payload_bytes
+        gets.append(moved["F", "combine"] - moved["F", "dispatch"])
     return {
-        "barriers": calls,
+        "barriers": barriers,
         "sent_MiB": max(sent) / 2**20,
-        "busiest_expert": over_mean(loads),
-        "busiest_rank": over_mean(ranks),
+        "busiest_rank": 1 + max(gets) / chosen,
     }
 
 

@@ -1,7 +1,7 @@
 """Outputs that contain times or take long: kept in result files, with the machine that made them.
 
-    python -m docs.build measure bench/results/tour/naive.json 'COMMAND' 'COMMAND'
-    python -m docs.build measure bench/results/tour/naive.json      # its own commands once more
+    python -m docs.build measure bench/results/tour/naive_trace.json 'COMMAND' 'COMMAND'
+    python -m docs.build measure bench/results/tour/naive_trace.json   # its own commands once more
 
 All commands of a file run one after the other in one empty folder. If one of them traces a run, the
 file also keeps what the picture `barrier` shows of it.

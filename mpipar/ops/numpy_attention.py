@@ -24,7 +24,7 @@ from mpipar.ops.arrays import nonzero
 from mpipar.ops.signature import Array, Shape, ThreeArrays
 
 # Queries of a tile. At T = 1024, 64 and 256 are equal within 5 %. Without tiles the hidden triangle
-# is computed as well, which takes 1.5 times as long forward, and 1.7 times backward (bench.tiles).
+# is computed as well, which takes 1.5 times as long forward, and 1.7 times backward.
 QUERY_TILE = 64
 # Scores of a tile of a part. The interpreter overhead of a tile does not depend on its size, but
 # twice as many scores do not stay in cache together with the copies.

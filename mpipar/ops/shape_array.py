@@ -182,6 +182,7 @@ class ShapeArray:
                 strides.append(0)
             elif item is Ellipsis:
                 left = self.ndim - sum(one is not None for one in items[place + 1 :])
+                assert left >= axis, (index, self.shape)
                 shape += self.shape[axis:left]
                 strides += self.strides[axis:left]
                 axis = left

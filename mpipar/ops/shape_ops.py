@@ -199,6 +199,9 @@ class ShapeOps(Ops):
         """Return (dq, dk, dv), or `out`; four products."""
         self._count(4 * 2 * q.size * k.shape[1])
         held = self._lend_backward(q, k, "scores")
+        if q.shape[-1] > self.tiled_head_width:
+            batch, queries, heads, _ = q.shape
+            assert saved.shape == (batch, heads, queries, k.shape[1]), saved.shape
         if out is None:
             out = super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos)
         del held

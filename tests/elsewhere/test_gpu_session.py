@@ -114,6 +114,20 @@ def test_a_visit_that_is_cut_leaves_what_has_ended(tmp_path):
     assert [re.split(r"\s{2,}", line)[0] for line in lines] == SECOND[:4]
 
 
+def test_a_wheel_of_mpich_that_is_carried_along_is_used(tmp_path):
+    wheel = tmp_path / "wheel" / "mpich-5.0.2.data" / "data"
+    (wheel / "bin").mkdir(parents=True)
+    (wheel / "lib").mkdir()
+    (wheel / "lib" / "libmpi.so.12").touch()
+    for name in ("mpiexec", "hydra_pmi_proxy"):
+        (wheel / "bin" / name).write_text(
+            "#!/bin/bash\necho from the wheel: $MPI4PY_LIBMPI; exit 1\n"
+        )
+    result, _ = visit(tmp_path, "second", MPICH="wheel", **machine(tmp_path))
+    assert f"from the wheel: {wheel}/lib/libmpi.so.12" in result.stdout
+    assert os.access(wheel / "bin" / "hydra_pmi_proxy", os.X_OK)
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(REHEARSAL_SECONDS + 60)

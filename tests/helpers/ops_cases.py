@@ -238,6 +238,9 @@ def embeddings(ops, make, sizes):
         "embedding_backward_weight": dtable,
         "position_forward": ops.position_forward(y, positions, places),
         "position_backward_weight": dplaces,
+        "position_forward by row": ops.position_forward(
+            y, make.ids(sizes.tokens, sizes.batch, sizes.tokens), places
+        ),
     }
 
 

@@ -1,4 +1,4 @@
-"""Algorithms of all-reduce over a group, a file and a row each, for training and benchmarks.
+"""Algorithms of all-reduce over a group, a class and a row each, for training and benchmarks.
 
 An algorithm is a transport. `--all-reduce` names a row.
 """

@@ -1,1 +1,1 @@
-"""Every way to cut a layer over ranks, a file each: the barriers are lines in these files."""
+"""Every way to cut a layer over ranks, a class each: the barriers are lines in these files."""

@@ -361,6 +361,7 @@ class FusedOps(AttentionOps):
         return scores
 
     def _softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> Array:
+        assert dprobs.dtype == np.float32, dprobs.dtype
         self._rows(
             "softmax.cu",
             "causal_softmax_backward",

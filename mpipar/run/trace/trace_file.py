@@ -42,6 +42,7 @@ METRICS = "metrics.jsonl"  # of a run folder
 META = "trace/meta.json"  # also there: what the files of all ranks have in common
 MOST_META = 64 << 20  # bytes of a JSON text
 MOST_NAMED = 8  # files in a message
+MOST_RANKS = 1 << 17  # of a layout
 MIXED = "the files of trace/ must come from one run"
 HOW_TO = "record one with: mpipar train --trace 10:12 --out FOLDER"
 
@@ -292,6 +293,8 @@ def read(folder: str | Path) -> Trace:
     if not (folder / "trace").is_dir():
         raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
     meta = _read_meta(folder)
+    if not 0 < meta["world_size"] <= MOST_RANKS:
+        raise DataError(f"{folder / META}: of {meta['world_size']:,} ranks; {HOW_TO}")
     paths = [folder / rank_name(rank) for rank in range(meta["world_size"])]
     if missing := [path for path in paths if not os.path.lexists(path)]:
         raise DataError(
@@ -373,16 +376,17 @@ def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, bytes]:
     path = folder / rank_name(world_rank)
     try:
         with open_regular(rank_name(world_rank), folder) as file:
-            head, numbers = file.readline(MOST_META), file.read()
-        trace = entries(RankTrace, _checked(path, parse_json(head.decode())))
-        pairs = zip(trace.rows, KINDS.values(), strict=True)
-        size = 8 * sum(count * len(kind._fields) for count, kind in pairs)
+            head = file.readline(MOST_META)
+            trace = entries(RankTrace, _checked(path, parse_json(head.decode())))
+            pairs = zip(trace.rows, KINDS.values(), strict=True)
+            size = 8 * sum(count * len(kind._fields) for count, kind in pairs)
+            there = os.fstat(file.fileno()).st_size - len(head)
+            whole = there == size and min(trace.rows) >= 0
+            numbers = file.read(size) if whole else b""
     except (OSError, ValueError, TypeError) as error:
         raise DataError(f"{path}, line 1: not a trace: {brief(str(error), 300)}") from None
-    if len(numbers) != size or min(trace.rows) < 0:
-        raise DataError(
-            f"{path}: {len(numbers):,} bytes of rows of {size:,}: was it copied only in part?"
-        )
+    if not whole or len(numbers) != size:
+        raise DataError(f"{path}: {there:,} bytes of rows of {size:,}: was it copied only in part?")
     if not trace.steps:
         raise DataError(f"{path}: no step was traced; {HOW_TO}")
     if trace.world_rank != world_rank:
@@ -399,6 +403,8 @@ def _fill(trace: RankTrace, numbers: bytes, clock: CommonClock, first: int) -> N
 
     def values(kind, name: str, column: np.ndarray):
         if not _is_number(kind, name):
+            if column.min(initial=0) < 0:
+                raise IndexError(name)
             return map(trace.texts.__getitem__, column.tolist())
         return (since(column) if name.endswith("_ns") else column).tolist()
 

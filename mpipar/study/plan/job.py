@@ -287,6 +287,11 @@ class Stack:
     number_bytes: float = 2
     pads: bool = True
 
+    @property
+    def sum_bytes(self) -> float:
+        """Return the bytes of a gradient that ranks add up: mpipar sums what it accumulates in."""
+        return self.gradient_bytes if self.own else self.number_bytes
+
     def on(self, machine: Machine) -> Constants:
         """Return the constants on a machine, those of the first generation if it has none."""
         return dict(self.sets).get(machine.efficiency, self.sets[0][1])

@@ -234,13 +234,15 @@ def gathered(shape: Shape, layout: Layout, machine: Machine, stack: Stack, block
 
     Weights that stay for the step are gathered for its first microbatch only.
     """
-    gather = over_all(machine.all_gather, segments(shape, layout, 1.0), stack.number_bytes)
+    own = segments(shape, layout, 1.0)
+    gather = over_all(machine.all_gather, own, stack.number_bytes)
+    sums = over_all(machine.all_gather, own, stack.sum_bytes)  # a reduce-scatter takes as long
     often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
     backward = block.i.total + block.w.total + block.again.total
     forward = often * beside(gather, block.f.total, stack.overlap)
     return block._replace(
         f=block.f._replace(gathers=forward),
-        i=block.i._replace(gathers=often * beside(2 * gather, backward, stack.overlap)),
+        i=block.i._replace(gathers=often * beside(gather + sums, backward, stack.overlap)),
     )
 
 
@@ -345,11 +347,12 @@ def sum_seconds(
     window = max(0, blocks - 1)  # the last block's gradients find nothing to hide beside
     backward = window * (block.i.total + block.w.total + block.again.total)
     if layout.zero == 0:
-        sums = over_all(machine.all_reduce, own, stack.number_bytes)
+        sums = over_all(machine.all_reduce, own, stack.sum_bytes)
         return beside(sums, backward, stack.overlap)
-    each = over_all(machine.all_gather, own, stack.number_bytes)
-    forward = beside(each, window * block.f.total, stack.overlap)
-    return beside(each, backward, stack.overlap) + forward
+    sums = over_all(machine.all_gather, own, stack.sum_bytes)  # a reduce-scatter takes as long
+    weights = over_all(machine.all_gather, own, stack.number_bytes)
+    forward = beside(weights, window * block.f.total, stack.overlap)
+    return beside(sums, backward, stack.overlap) + forward
 
 
 def update_seconds(layout: Layout, machine: Machine, stack: Stack, own: list[Segment]) -> float:

@@ -212,7 +212,9 @@ def across_sites(question: Question, job: Job) -> str:
     rows = [("across the slowest links", "s a step", "GiB from a site", "layout")]
     rows += [
         (
-            f"islands, --outer-interval {one.interval}" if one.interval else "data parallelism",
+            f"--islands {one.islands} --outer-interval {one.interval}"
+            if one.islands
+            else "data parallelism",
             f"{one.step_s:.4g}",
             f"{one.site_bytes / GIB:.3g}",
             words_of(one.layout) if one.interval in (0, INTERVALS[0]) else "",
@@ -348,6 +350,9 @@ def as_dict(question: Question, plan: Plan, job: Job) -> dict[str, object]:
     return found | {
         "command": command_line(question, job, best),
         "bound_by": bound_by(best.step),
-        "across_sites": [one._asdict() for one in ways_across(question, job.config)],
+        "across_sites": [
+            one._asdict() | {"layout": one.layout._asdict()}
+            for one in ways_across(question, job.config)
+        ],
         "published": nearest_runs(question, best.layout),
     }

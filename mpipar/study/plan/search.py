@@ -65,9 +65,10 @@ class Candidate(NamedTuple):
 class Way(NamedTuple):
     """Training across the slowest links: seconds of a step, and bytes that leave each site in it.
 
-    interval: steps from one meeting of islands to the next, 0 for data parallelism.
+    interval: steps from one meeting of islands to the next; both are 0 for data parallelism.
     """
 
+    islands: int
     interval: int
     layout: Layout
     step_s: float
@@ -279,9 +280,14 @@ def ways_across(question: Question, named: Config) -> list[Way]:
     whole = [one for one in (*plan.best, *plan.others) if one.layout.dp % count == 0]
     ways = []
     for layout, step, _ in whole[:1]:
-        passes = 3 * layout.num_microbatches if layout.zero == 3 else 2
-        moved = passes * (1 - 1 / layout.data_ranks) * shape.parameters
-        ways.append(Way(0, layout, step.total, moved * question.stack.number_bytes))
+        weight, sums = question.stack.number_bytes, question.stack.sum_bytes
+        of_number = {
+            0: 2 * sums,
+            1: sums + weight,
+            3: layout.num_microbatches * (2 * weight + sums),
+        }[layout.zero]
+        moved = of_number * (1 - 1 / layout.data_ranks) * shape.parameters
+        ways.append(Way(0, 0, layout, step.total, moved))
     inside = question._replace(
         ranks=site,
         batch_size=question.batch_size // count,
@@ -293,7 +299,7 @@ def ways_across(question: Question, named: Config) -> list[Way]:
         moved = 2 * (1 - 1 / count) * 4 * sum(met(shape, layout)) * site
         whole_layout = layout._replace(dp=layout.dp * count)
         ways += [
-            Way(every, whole_layout, step.total + meeting / every, moved / every)
+            Way(count, every, whole_layout, step.total + meeting / every, moved / every)
             for every in INTERVALS
         ]
     return ways

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 from config_helpers import changed, check_refused, reading_of
 from helpers import assert_all_close, assert_close
-from ops_cases import HALF_UNIT, LARGE, call_every_op, check_every_op, plain, relative
+from ops_cases import (
+    ADAMW,
+    HALF_UNIT,
+    LARGE,
+    call_every_op,
+    check_every_op,
+    plain,
+    relative,
+    runs_of,
+)
 
 from mpipar.comm.grid import Grid
 from mpipar.config.model import ARCHS
@@ -210,6 +219,15 @@ def test_a_step_of_llama_runs_in_kernels_and_is_that_of_numpy(traced, dtype):
         step(LLAMA, dtype="float64" if dtype == "float32" else dtype, optimizer="sgd"),
         (tol, tol),
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_update_writes_the_rounded_weights(rng, cupy, dtype):
+    ops = make("cuda", dtype)
+    master, grad, m, v = (cupy.asarray(rng.uniform(0.5, 2, 300).astype("f4")) for _ in range(4))
+    rounded = ops.empty((300,))
+    ops.adamw_runs(master, grad, m, v, runs_of(300), **ADAMW | {"lr": 0.1}, copy=rounded)
+    assert (ops.to_host(rounded) == ops.to_host(master).astype(DTYPES[dtype])).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

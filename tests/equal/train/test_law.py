@@ -6,15 +6,20 @@ values meet.
 Receive buffers are full of NaN before a message is there, and every send waits for its receiver.
 """
 
+from dataclasses import replace
+
 import pytest
 from drawn import ROWS, cases, config_of, text_of
 from small_model import (
+    MODEL,
     WORLD,
     assert_equals_known,
     assert_records_predicted,
+    small_config,
 )
 
 from mpipar.models import decoder
+from mpipar.pipeline.schedules.catalog import SCHEDULES
 
 QUICK = {1: 8, 2: 24, 4: 24}.get(WORLD.size, 50)  # the first cases have most of the pairs
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -45,3 +50,23 @@ def test_layout_equals_one_rank(case):
 @cases_of({1: 4, 2: 36, 4: 20}.get(WORLD.size, 50))
 def test_shapes_only_run_predicts_every_record(case):
     assert_records_predicted(config_of(case))
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "zero", [{"zero": 1}, {"zero": 3}, {"zero": 3, "reshard_after_forward": "no"}]
+)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_zero_in_every_pipeline(schedule, zero):
+    """Drawn pairs may meet ZeRO and a schedule on one stage; here pp has two ranks."""
+    config = small_config(
+        (2, 2, 1),
+        4,
+        replace(MODEL, layers=4, seq_len=8),
+        schedule=schedule,
+        recompute="block",
+        **zero,
+    )
+    assert_equals_known(config)
+    assert_records_predicted(config)

@@ -114,7 +114,7 @@ OUTSIDE = {  # settings that no case has
     "norm_eps": "is a number in one formula",
     **dict.fromkeys(
         ("head_dim", "rope_scaling", "max_positions", "expert_interval", "router_loss_coef"),
-        "has no flag; tests/equal/models/test_architectures.py and test_experts.py have it",
+        "has no flag; tests/helpers/drawn.py and test_experts.py have it",
     ),
 }
 

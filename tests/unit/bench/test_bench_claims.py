@@ -99,11 +99,11 @@ def test_result_files_without_times_are_what_the_code_says(barriers, memory):
         assert json.loads(path.read_text())["rows"] == rows, f"run python -m bench.claims {name}"
 
 
-def test_experts_exchange_what_is_predicted_and_choose_alike():
-    """Of 4 blocks and 2 microbatches; an expert that every token passes has E/K times the mean."""
+def test_experts_exchange_what_is_predicted():
+    """Of 4 blocks and 2 microbatches; one rank with all experts cannot have more than others."""
     path = results.ROOT / "bench" / "results" / "claims_moe.json"
     rows = json.loads(path.read_text())["rows"]
     assert [(row["ep"],) for row in rows] == measured.EXPERT_CASES
-    assert len({row["busiest_expert"] for row in rows}) == 1  # the same experts, wherever they are
+    assert [row["busiest_rank"] == 1 for row in rows] == [True, False, False]
     for row in rows:
         assert row["barriers"] == 4 * 2 * 7 * (row["ep"] > 1)

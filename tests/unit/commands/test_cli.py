@@ -350,7 +350,7 @@ def check(folder, code, parts, *words, ranks=1):
     ],
 )
 def test_data_and_weights_that_cannot_be_read(words, parts, text_folder):
-    """Other files of data are in test_source.py."""
+    """Other files of data are in test_data.py."""
     np.array([7, 300, 8] * 100, "<u2").tofile(text_folder / "ids.bin")
     (text_folder / "weights").mkdir()
     (text_folder / "weights" / "config.json").write_text("[1, 2]")

@@ -81,7 +81,7 @@ def test_islands_stand_beside_data_parallelism_across_a_slow_link(tmp_path):
     text = "".join(f"\n[[links]]\n{to_text(one)}" for one in links)
     sheet.write_text(H200.partition("[[links]]")[0] + text)
     words = ("plan", "gpt2", "--machine", sheet, "--ranks", "4", "--layout", "dp=4", "--zero", "0")
-    assert "islands, --outer-interval 50" in printed(*words)
+    assert "--islands 2 --outer-interval 50" in printed(*words)
     whole, *ways = json.loads(printed(*words, "--json"))["across_sites"]
     seconds = [one["step_s"] for one in ways]
     meeting = (seconds[0] - seconds[2]) / (1 - 1 / 50)
@@ -90,6 +90,9 @@ def test_islands_stand_beside_data_parallelism_across_a_slow_link(tmp_path):
     values = {"preset": "gpt2", "dp": 4, "pp": 1, "tp": 1, "islands": 2, "outer_interval": 1}
     found = predict(resolve(build(values), 4)[0], 0)
     sent = sum(one.wire_bytes for one in found.recorder.records if one.name == "outer.delta")
+    plain = predict(resolve(build({"preset": "gpt2", "dp": 4, "pp": 1, "tp": 1}), 4)[0], 0)
+    summed = sum(one.wire_bytes for one in plain.recorder.records if one.axis == "dp")
+    assert whole["site_bytes"] == pytest.approx(summed, rel=0.01)  # float32 beside 16-bit products
     assert [one["site_bytes"] for one in ways] == pytest.approx(
         [2 * sent, 2 * sent / 10, 2 * sent / 50], rel=0.01
     )
@@ -166,6 +169,7 @@ def test_a_machine_that_cannot_be(name, text, problem, tmp_path):
         ((*WORDS, "--html", "x"), ["--html"]),
         ((*WORDS, "--stack", "fsdp", "--layout", "tp=2"), ["fsdp cuts a job along dp only"]),
         ((*WORDS, "--stack", "fsdp", "--zero", "1"), ["--stack fsdp has 0 and 3 only"]),
+        ((*WORDS, "--stack", "megatron", "--optimizer", "muon"), ["is counted with AdamW"]),
     ],
 )
 def test_refusals_name_everything(words, problems):
