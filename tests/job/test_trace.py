@@ -220,7 +220,7 @@ def with_head(change):
     ("rank-00001.bin", with_head({"texts": []}), "contradicts itself: IndexError"),
     ("rank-00001.bin", with_head({"rows": [1]}), "line 1: not a trace"),
     ("rank-00001.bin", lambda files: files[1][:-30], "bytes of rows of .* copied only in part"),
-    ("rank-00001.bin", lambda files: files[1] + bytes(8), "bytes of rows of .* copied only in part"),
+    ("rank-00001.bin", lambda files: files[1] + bytes(8), "rows of .* copied only in part"),
     ("meta.json", lambda files: re.sub(rb'"world_size": 2', b'"world_size": 9000000', files[2]),
      "of 9,000,000 ranks"),
     ("rank-00001.bin", lambda files: b"", "line 1: not a trace: is not JSON"),
