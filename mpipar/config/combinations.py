@@ -335,7 +335,7 @@ LAYOUT = (
         ("ep", "islands", "dp", "cp"),
         lambda v: v.experts and v.islands and v.dp % v.islands == 0 and island_data(v) % v.ep > 0,
         "each island holds all experts, divided over its dp/islands x cp ranks; use an --ep that"
-        " divides {dp} / {islands} * {cp}",
+        " divides {experts} and {dp} / {islands} * {cp}",
         complete=True,
     ),
     Rule(

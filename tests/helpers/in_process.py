@@ -150,14 +150,14 @@ def results_at_once(function, count=8):
     None of them ends before all have returned.
     """
     context = multiprocessing.get_context("fork")
-    gate, found = context.Barrier(count), context.Queue()
+    gate, found = context.Barrier(count, timeout=60), context.Queue()
 
     def call():
         gate.wait()
         found.put(function())
         gate.wait()
 
-    processes = [context.Process(target=call) for _ in range(count)]
+    processes = [context.Process(target=call, daemon=True) for _ in range(count)]
     for process in processes:
         process.start()
     results = [found.get(timeout=60) for _ in processes]

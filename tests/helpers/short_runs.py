@@ -1,6 +1,7 @@
 """Short runs of a tiny model: whole, ended too early, compared bit by bit, and traced."""
 
 import functools
+import json
 import shutil
 
 import pytest
@@ -15,6 +16,7 @@ TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 
     --num-microbatches 2 --sample-tokens 4 --steps 10 --warmup-steps 2 --log-interval 4""".split()
 
 
+OFTEN = "--eval-interval 3 --eval-tokens 40".split()
 TIMES = {"step_seconds", "tokens_per_second", "comm_share_mean", "comm_share_max"}
 
 
@@ -116,3 +118,9 @@ FAULTS = {
     "F": "forward of stage {stage}, {layer}",
     "B": "backward of stage {stage}, {layer}",
 }
+
+
+def evaluations(folder):
+    """The lines of evaluations.jsonl, without times."""
+    lines = map(json.loads, (folder / "evaluations.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]

@@ -8,7 +8,16 @@ import pytest
 from damage import flip
 from fault_table import fault
 from program import block_of, killed_by, metrics
-from short_runs import TINY, assert_same_run, ended, prepare, state, train  # noqa: F401
+from short_runs import (  # noqa: F401
+    OFTEN,
+    TINY,
+    assert_same_run,
+    ended,
+    evaluations,
+    prepare,
+    state,
+    train,
+)
 
 from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.folder import newest_step
@@ -47,7 +56,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(words, text_folder):
 
 @pytest.mark.slow
 def test_two_ranks_killed_twice(text_folder):
-    words = [*TINY, "--pp", "2", "--schedule", "gpipe"]
+    words = [*TINY, *OFTEN, "--pp", "2", "--schedule", "gpipe"]
     train(text_folder, *words, "--out", "whole", ranks=2)
     for at, form in ((5, "--no-save-async"), (9, "--save-async")):
         resume = ["--resume", "auto", form, "--save-interval", "2", "--out", "killed"]
@@ -55,6 +64,7 @@ def test_two_ranks_killed_twice(text_folder):
     assert newest_step(text_folder / "killed") >= 6
     train(text_folder, *words, "--resume", "auto", "--out", "killed", ranks=2)
     assert_same_run(text_folder / "whole", text_folder / "killed")
+    assert evaluations(text_folder / "killed") == evaluations(text_folder / "whole")
 
 
 def test_a_stop_saves_and_the_run_goes_on(text_folder):

@@ -11,7 +11,7 @@ from config_helpers import changed
 from helpers import REPOSITORY, run_ranks
 from in_process import alone, assert_refused, printed
 from program import TEXT, killed_by, metrics, mpipar, weights
-from short_runs import TINY, assert_same_run, train
+from short_runs import OFTEN, TINY, assert_same_run, evaluations, train
 
 from mpipar.config.resolve import resolve
 from mpipar.run.data.rows import load
@@ -199,15 +199,6 @@ def test_every_layout_finds_the_loss_of_one_rank(layout, trained):
 
 
 # --- evaluation during a run: the run is the same without them; its data; refusals
-
-
-OFTEN = "--eval-interval 3 --eval-tokens 40".split()
-
-
-def evaluations(folder):
-    """The lines of evaluations.jsonl, without times."""
-    lines = map(json.loads, (folder / "evaluations.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
 def test_evaluation_changes_nothing(text_folder):

@@ -53,23 +53,25 @@ class WeightFiles(ExitStack):
         self.file_of: dict[str, str] = {}
         where, wrong, expected = self.where, [], index_of(self.folder)
         other = "" if expected else instead_of_weights(self.folder)
-        for name in dict.fromkeys(expected.values()) or [WEIGHTS]:
-            with problems_as(DataError, f"{where}: {name}", other):
-                file = self.enter_context(open_tensors(self.folder / name))
-            self.files[name], found = file, entries(file)
+        with ExitStack() as opened:  # all are closed at once if one is refused
+            for name in dict.fromkeys(expected.values()) or [WEIGHTS]:
+                with problems_as(DataError, f"{where}: {name}", other):
+                    file = opened.enter_context(open_tensors(self.folder / name))
+                self.files[name], found = file, entries(file)
+                wrong += [
+                    f"{where}: tensor {shown(one)} is in {self.file_of[one]} and in {name}"
+                    for one in found.keys() & self.tensors.keys()
+                ]
+                self.tensors |= found
+                self.file_of |= dict.fromkeys(found, name)
             wrong += [
-                f"{where}: tensor {shown(one)} is in {self.file_of[one]} and in {name}"
-                for one in found.keys() & self.tensors.keys()
+                f"{where}: {INDEX}: says that tensor {shown(one)} is in {name}, which lacks it"
+                for one, name in expected.items()
+                if not wrong and self.file_of.get(one) != name
             ]
-            self.tensors |= found
-            self.file_of |= dict.fromkeys(found, name)
-        wrong += [
-            f"{where}: {INDEX}: says that tensor {shown(one)} is in {name}, which lacks it"
-            for one, name in expected.items()
-            if not wrong and self.file_of.get(one) != name
-        ]
-        if wrong:
-            raise DataError(wrong[:MOST_TOLD])
+            if wrong:
+                raise DataError(wrong[:MOST_TOLD])
+            self.push(opened.pop_all())
 
     def rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Return the rows [first, last) of a tensor whose type is one of NUMBERS."""

@@ -91,7 +91,11 @@ def _read_values(fields: Mapping[str, dataclasses.Field], source, problems, path
     found = {}
     for name, raw in source.items():
         try:
-            found[name] = _value(fields[name], raw, path is None)
+            value = _value(fields[name], raw, path is None)
+            many = isinstance(value, tuple)
+            if name != "prompt" and "" in (value if many else (value,)):  # an unset variable's text
+                raise ValueError("each of them " * many + "must not be empty; give a value")
+            found[name] = value
         except ValueError as error:
             where = brief(str(raw)) or "''" if path is None else f"= {shown(raw)} in {path}"
             problems.append(f"{argument(name, fields[name].metadata)} {where}: {error}")
@@ -157,7 +161,8 @@ def choice_problems(config: Config, given: dict) -> list[str]:
 def _read_file(path: str, problems: list[str], notes: list[str]) -> dict:
     """Return the known keys of a TOML file, spelled as fields; add problems and notes."""
     try:
-        table = read_toml(path, UsageError, where=f"--config {path}")
+        where = "--config " + (path or "''")
+        table = read_toml(path, UsageError, where=where)
     except UsageError as error:
         problems += error.problems
         return {}
@@ -235,8 +240,6 @@ def _single(base: type, raw, is_text: bool):
             return float(raw)
     if type(raw) is not base:
         raise ValueError(f"must be {KIND_NAMES[base]}")
-    if raw == "":  # as from an unset variable of a shell
-        raise ValueError("must not be empty; give a value, or leave it out")
     return raw
 
 

@@ -13,7 +13,7 @@ from program import LIMIT, PROGRAM, TEXT, block_of, environment
 
 from mpipar.comm.groups import stated_awareness
 from mpipar.comm.launcher import Launcher, read_launcher
-from mpipar.commands.doctor import remarks
+from mpipar.commands.doctor import launch_remarks, remarks
 from mpipar.errors import EnvironmentProblem
 from mpipar.run.process import blas, gpus, mpi
 from mpipar.run.process.environment import (
@@ -238,6 +238,14 @@ def test_a_world_that_its_launcher_does_not_know_is_refused(tmp_path):
         assert result.returncode == 1
         assert said in result.stderr, result.tail()
         assert result.stdout == ""
+
+
+def test_doctor_says_what_open_mpi_s_launcher_wants():
+    assert launch_remarks("MPICH Version: 5.0.2", 2, 0) == []
+    four = launch_remarks("Open MPI v4.1.4, package", 2, 0)[1]
+    assert "without --oversubscribe; as root it also needs --allow-run-as-root" in four
+    five = launch_remarks("Open MPI v5.0.11, package", 2, 1000)[1]
+    assert "without --map-by :OVERSUBSCRIBE; see" in five
 
 
 # --- the BLAS kernels of a process: by its vector units, before NumPy is loaded

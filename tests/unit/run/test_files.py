@@ -11,6 +11,7 @@ import tarfile
 import tomllib
 import zipfile
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -61,13 +62,13 @@ def toml(path):
 
 
 @pytest.mark.parametrize(("read", "error", "text", "part"), [
-    *((bounded.read_json, DataError, *one) for one in JSON.values()),
+    *((partial(bounded.read_json, most_bytes=1 << 22), DataError, *one) for one in JSON.values()),
     *((toml, UsageError, *one) for one in TOML.values()),
 ])  # fmt: skip
 def test_what_is_hostile_or_broken(read, error, text, part, tmp_path):
     path = tmp_path / "a.json"
     path.write_text(text)
-    with at_once(), pytest.raises(error, match=rf"(a\.json|^--config a): .*({part}|the limit is)"):
+    with at_once(), pytest.raises(error, match=rf"(a\.json|^--config a): .*{part}"):
         read(path)
 
 
