@@ -20,9 +20,9 @@ MADE_UP = """#!/bin/bash
 case "$*" in
     -) cat >/dev/null ;;
     --version) echo Python 3 ;;
-    *kernels.check*) {check} ;;
-    *kernels.attention*) {attention} ;;
-    *kernels.*|*bench.step*) {table} ;;
+    *bench.kernels.check*) {check} ;;
+    *bench.kernels.attention*) {attention} ;;
+    *bench.kernels.*|*bench.step*) {table} ;;
     *mpipar*train*) {train} ;;
 esac
 """
