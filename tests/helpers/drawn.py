@@ -1,6 +1,9 @@
-"""Cases of the law of equality, in which every two values meet: see lives/array.py.
+"""Cases of the law of equality, in which most pairs of values meet.
 
-PYTHONPATH=. python tests/helpers/drawn.py  # finds them for drawn.json, which takes minutes
+PYTHONPATH=. python tests/helpers/drawn.py  # finds others, with every pair; takes an hour
+
+Those in drawn.json were drawn at random, until new ones added few pairs. lives/array.py finds a
+case for every legal pair.
 """
 
 import itertools
@@ -21,7 +24,7 @@ from mpipar.run.combinations import RULES
 from tests.helpers.lives.array import case_of, described, pairs, row_of
 
 FILE = Path(__file__).with_name("drawn.json")
-MOST = {1: 30, 3: 20, 8: 30}  # cases; sessions of 2 and 4 ranks have every pair
+MOST = {1: 30, 3: 20, 8: 30}  # cases; sessions of 2 and 4 ranks have all that are found
 WIDE = 181  # the width at which a block of the small model has three times the FLOPs
 
 

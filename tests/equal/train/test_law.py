@@ -1,8 +1,8 @@
 """The law of equality: every layout gives one rank's results to 1e-12, and sends what is predicted.
 
 Loss, norm, every gradient, and every weight after a plain SGD step are compared. Layouts,
-schedules, cuts, recomputation, ZeRO, context parallelism, models and experts are drawn: every two
-values meet.
+schedules, cuts, recomputation, ZeRO, context parallelism, models and experts are drawn: most pairs
+of values meet.
 Receive buffers are full of NaN before a message is there, and every send waits for its receiver.
 """
 
