@@ -233,9 +233,9 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         inside = (local >= 0) & (local < rows)
         return self.xp.where(inside, local, 0), inside
 
-    @shapes("x[BTD] positions[T] table[PD] -> y[BTD]")
+    @shapes("x[BTD] positions[..T] table[PD] -> y[BTD]")
     def position_forward(self, x: Array, positions: Array, table: Array) -> Array:
-        """Return x (B, T, D) + table[positions]."""
+        """Return x (B, T, D) + table[positions]; positions (T,) or (B, T)."""
         return x + table[positions]
 
     @shapes("positions[T] dy[BTD] dtable[PD]+ ->")
