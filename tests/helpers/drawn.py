@@ -1,6 +1,6 @@
 """Cases of the law of equality, in which most pairs of values meet.
 
-PYTHONPATH=. python tests/helpers/drawn.py  # finds others, with every pair; takes an hour
+PYTHONPATH=. python tests/helpers/drawn.py  # finds others, with every pair; takes long
 
 Those in drawn.json were drawn at random, until new ones added few pairs. lives/array.py finds a
 case for every legal pair.
