@@ -228,34 +228,20 @@ class Run:
 
         Comm: that of a training step, `Tracer`, `Metrics` and `Saver`; one gather for the report.
         """
-        session, worker, steps = self.session, self.worker, self.config.train.steps
+        steps = self.config.train.steps
         start, self.stopped, self.last = perf_counter(), False, self.first - 1
         self.shown = start
         self.durations: list[float] = []
         with self.log.steps(self.first - 1, steps):
             for step in range(self.first, steps + 1):
-                session.where = lambda step=step: f"step {step}"
                 try:
-                    with self.tracer.step(step):
-                        result = worker.train_step(
-                            step, lambda mb, step=step: self.rows.train(step, mb), self.votes
-                        )
-                    self.last = step
-                    self.show_step(result)
-                    self.check_replicas(step, step == steps or result.votes.stop)
+                    self.take(step)
                 except (NonFiniteError, DriftError):  # raised on all ranks
                     self.flush()
                     self.state = f"failed in step {step} of {steps}"
                     raise
-                session.where = lambda step=step: f"evaluation after step {step}"
-                if self.due(self.config.run.eval_interval, step) and step < steps:
-                    self.evaluate(step)  # before a stop too: a resumed run starts after it
-                if result.votes.stop:
-                    self.stopped = True
+                if self.stopped:
                     break
-                session.where = lambda step=step: f"step {step}"
-                if step < steps:
-                    self.save_after(step, result.votes)
         self.seconds = perf_counter() - start
         if self.tracer.finish():
             self.log(
@@ -264,6 +250,23 @@ class Run:
             )
         if self.replicas.count:
             self.log(self.replicas.summary())
+
+    def take(self, step: int) -> None:
+        """Take a step, report it, and evaluate and save after it where that is due."""
+        session, steps = self.session, self.config.train.steps
+        session.where = lambda: f"step {step}"
+        with self.tracer.step(step):
+            result = self.worker.train_step(step, lambda mb: self.rows.train(step, mb), self.votes)
+        self.last = step
+        self.show_step(result)
+        self.check_replicas(step, step == steps or result.votes.stop)
+        if self.due(self.config.run.eval_interval, step) and step < steps:
+            session.where = lambda: f"evaluation after step {step}"
+            self.evaluate(step)  # before a stop too: a resumed run starts after it
+        self.stopped = result.votes.stop
+        session.where = lambda: f"step {step}"
+        if step < steps and not self.stopped:
+            self.save_after(step, result.votes)
 
     def meeting(self) -> str:
         """Return after what all ranks agree to stop or save, for the user."""

