@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import flag, positional, setting, switch
-from mpipar.config.text import brief, counted, harmless, shown
+from mpipar.config.text import brief, counted, harmless, printable
 from mpipar.errors import EXIT_OK, UsageError, UserError, broken
 from mpipar.pipeline import csv_format
 from mpipar.pipeline.instructions import Schedule
@@ -32,9 +32,9 @@ from mpipar.study.schedules.simulate import Costs, Timeline, simulate
 from mpipar.study.trace import pop
 
 # What a number in --costs may look like; a larger exponent would make it endlessly long.
-COST = re.compile(r"[+-]?(\d{1,9}/\d{1,9}|(\d{1,9}\.?\d{0,9}|\.\d{1,9})([eE][+-]?\d)?)", re.ASCII)
+COST = re.compile(r"\d{1,9}/[1-9]\d{0,8}|(\d{1,9}\.?\d{0,9}|\.\d{1,9})([eE][+-]?\d)?", re.ASCII)
 MOST_COMPARED = 1 << 13  # microbatches times workers: each schedule is made and simulated
-VIEWS = ("--symbols", "--book", "--svg", "--animate", "--json", "--csv")  # of one schedule
+VIEWS = ("--symbols", "--book", "--svg", "--json", "--csv")  # of one schedule
 FIRST, SECOND = "1f1b", "zb-h1"  # what the explorer shows if no schedule is named
 MOST_DRAWN = 1 << 12  # forward passes of a schedule: a browser draws three boxes for each
 PROVED = "proved: every pass once and in order, no deadlock even if every send is synchronous"
@@ -82,15 +82,11 @@ class Arguments:
     )
     compare: bool = switch("print a table of all schedules for these counts")
     svg: str | None = setting(None, "draw into an SVG file", metavar="FILE")
-    animate: bool = switch("with --svg: passes appear as time goes by")
     json: bool = switch("print everything as JSON and nothing else")
     csv: str | None = setting(
         None,
         "write in the format of torch.distributed.pipelining; with - print that and nothing else",
         metavar="FILE",
-    )
-    csv_format: str = setting(
-        "compute_only", "passes only, or sends and receives too", choices=csv_format.FORMATS
     )
     from_csv: str | None = setting(
         None, "read, prove and draw a schedule from such a file", metavar="FILE"
@@ -141,12 +137,15 @@ def problems(args: Arguments) -> list[UsageError]:
     elif not given & {"--compare", "--from-csv", "--from-run"}:
         counts = args.name or FIRST, args.pp, args.num_microbatches, args.chunks
         wrong = schedule_problems(*counts)
-        if args.html and not wrong:
-            wrong = drawing_problems(num_stages(*counts[:2], args.chunks) * args.num_microbatches)
-        found += wrong
+        passes = 0 if wrong else num_stages(*counts[:2], args.chunks) * args.num_microbatches
+        found += wrong or broken(
+            (
+                args.html and passes > MOST_DRAWN,
+                f"--html draws at most {MOST_DRAWN:,} forward passes: use fewer workers or chunks",
+            )
+        )
     found += broken(
         (args.from_run and not args.html, "--from-run fills the explorer: add --html FILE"),
-        (args.animate and not args.svg, "--animate: animates a picture; add --svg FILE"),
         (args.book and args.symbols, "--book and --symbols: give one of them"),
         (
             args.json and args.csv == STDOUT,
@@ -185,27 +184,27 @@ def schedule_of(args: Arguments) -> Schedule:
 
 def costs_of(args: Arguments) -> Costs:
     """Return the exact costs of --costs and --latency; raise UsageError with all mistakes."""
-    text = ("1,1/2,1/2" if args.book else "1,1,1") if args.costs is None else args.costs
-    words, latency, found, values = text.split(","), args.latency or "0", [], []
-    for name, word in [*(("--costs", word) for word in words), ("--latency", latency)]:
-        least = "more than" if name == "--costs" else "at least"
-        try:
-            values.append(Fraction(word if COST.fullmatch(word.strip()) else ""))
-        except (ValueError, ZeroDivisionError):
-            found.append(
-                f"{name}: {shown(word)} is not a number of at most 9 digits, such as 1,"
-                " 0.25, 1/3 or 2e-3"
-            )
-        else:
-            if values[-1] < 0 or (name == "--costs" and values[-1] == 0):
-                found.append(f"{name}: {word} must be {least} 0")
-    if len(words) not in (3, 4):
-        found.append(f"--costs {brief(text)}: use three numbers F,I,W or four F,I,W,FB, as 1,1,1")
+    text = args.costs or ("1,1/2,1/2" if args.book else "1,1,1")
+    costs, latency = exact(text), exact(args.latency or "0")
+    form = "of at most 9 digits, such as 1, 0.25, 1/3 or 2e-3"
+    found = broken(
+        (
+            len(costs) not in (3, 4) or not all(costs),
+            f"--costs {brief(text)}: use three numbers F,I,W or four F,I,W,FB, above 0 and {form}",
+        ),
+        (len(latency) != 1, f"--latency {brief(str(args.latency))}: use a number {form}"),
+    )
     if found:
         raise UsageError(found)
-    f, i, w, *overlapped, hop = (int(one) if one.denominator == 1 else one for one in values)
-    share = Fraction(overlapped[0]) / (f + i + w) if overlapped else 1
-    return Costs(f, i, w, share, hop)
+    f, i, w, *overlapped = costs
+    share = overlapped[0] / (f + i + w) if overlapped else 1
+    return Costs(f, i, w, share, *latency)
+
+
+def exact(text: str) -> list[Fraction]:
+    """Return exact numbers that commas separate; none if one of them is no such number."""
+    words = [word.strip() for word in text.split(",")]
+    return [Fraction(word) for word in words] if all(map(COST.fullmatch, words)) else []
 
 
 def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
@@ -213,12 +212,12 @@ def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:
     timeline = simulate(schedule, costs)
     form = None if args.from_csv else closed_form(schedule, costs)
     if args.svg:
-        output.write_text(Path(args.svg), svg(timeline, title(schedule), args.animate))
+        output.write_text(Path(args.svg), svg(timeline, title(schedule)))
     if args.csv == STDOUT:
-        csv_format.print_csv(schedule, sys.stdout, args.csv_format)
+        csv_format.print_csv(schedule, sys.stdout)
         return
     if args.csv:
-        csv_format.write_csv(schedule, Path(args.csv), args.csv_format)
+        csv_format.write_csv(schedule, Path(args.csv))
     if args.json:
         print(json.dumps(as_dict(timeline, form), indent=1, default=float))  # of fractions
         return
@@ -249,9 +248,7 @@ def book_picture(timeline: Timeline) -> str:
             f"--book: {schedule.name} has the passes {', '.join(others)}, which no"
             " textbook draws: leave --book out, or use naive, gpipe or 1f1b"
         )
-    picture = f"{draw.grid(timeline, book=True)}\n\n{draw.book_notation(schedule)}"
-    has_arrows = "\u2191".encode(sys.stdout.encoding or "utf-8", "ignore")
-    return picture if has_arrows else picture.translate(draw.PLAIN_ARROWS)
+    return printable(f"{draw.grid(timeline, book=True)}\n\n{draw.book_notation(schedule)}")
 
 
 def title(schedule: Schedule) -> str:
@@ -281,8 +278,6 @@ def summary(timeline: Timeline, form: ClosedForm | None) -> str:
         ("peak stash, stage activations", peak, formula(form and form.peak_stash)),
         ("messages of all workers", messages, formula(form and form.messages)),
     ]
-    if form and form.hops[1] is not None:
-        rows.append(("what a short latency c adds to the step", "", f"{formula(form.hops)} c"))
     return table(rows)
 
 
@@ -367,18 +362,6 @@ def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
     }
 
 
-def drawing_problems(count: int) -> list[str]:
-    """Return what is wrong if a page cannot draw a schedule of so many forward passes."""
-    if count <= MOST_DRAWN:
-        return []
-    return [
-        (
-            f"--html draws at most {MOST_DRAWN:,} forward passes, and this schedule"
-            f" has {count:,}: use fewer workers, chunks or microbatches"
-        )
-    ]
-
-
 def write_explorer(args: Arguments, costs: Costs) -> None:
     """Write the explorer with given costs or those of a run, and print where it is.
 
@@ -395,14 +378,7 @@ def write_explorer(args: Arguments, costs: Costs) -> None:
     else:
         schedule = schedule_of(args)
         own = f"{harmless(schedule.name)}, {schedule.pp_size} workers"
-    if args.from_csv is not None and schedule.explicit_comm:
-        raise UsageError(
-            f"{args.from_csv} has sends and receives, but the page shows passes:"
-            " write the file with --csv-format compute_only"
-        )
     p, m = schedule.pp_size, schedule.num_microbatches
-    if wrong := drawing_problems(schedule.num_stages * m):
-        raise UsageError(wrong)
     chunks, orders = schedule.num_stages // p, explorer.known_orders()
     is_known = not (args.from_run or args.from_csv)
     is_known = is_known and f"{schedule.name} {p} {m} {chunks}" in orders
@@ -424,8 +400,7 @@ def write_explorer(args: Arguments, costs: Costs) -> None:
         "measured": measured,
         "own": None if is_known else {"title": own, "schedule": explorer.schedule_facts(schedule)},
     }
-    drawing = svg(simulate(schedule, costs.divided(chunks)), f"{schedule.name}, one step")
-    output.write_text(Path(args.html), explorer.build(data, orders, drawing))
+    output.write_text(Path(args.html), explorer.build(data, orders))
     print(f"{harmless(args.html)}: open it in a browser")
 
 

@@ -25,10 +25,7 @@ from mpipar.pipeline.instructions import (
     is_compute,
     lower,
     neighbours,
-    on_wire,
     parts,
-    receives,
-    sends,
 )
 from mpipar.pipeline.placements import PLACEMENTS
 
@@ -127,29 +124,19 @@ def program_problems(schedule: Schedule, pp_rank: int) -> Problems:
             if reason := misfit(schedule, held, part):
                 yield position, reason
             if part in at:
-                yield (
-                    position,
-                    {
-                        "REDUCE_GRAD": f"the stage's gradients were reduced at {at[part]}",
-                        **dict.fromkeys(WIRE_KINDS, "appears here a second time"),
-                    }.get(part[0], f"has already run at position {at[part]}"),
-                )
+                yield position, f"has already run at position {at[part]}"
             at[part] = position
     yield from order_problems(schedule, at)
     for reason in missing_parts(schedule, pp_rank, at):
         yield len(program), f"{reason} is missing"
     yield from reduce_problems(at)
-    if schedule.explicit_comm:
-        yield from wire_problems(schedule, at)
 
 
 def misfit(schedule: Schedule, held: tuple[int, ...], part: Part) -> str | None:
     """Return why a part does not belong on this rank; None if it does."""
     kind, stage, mb = part
-    wire_kinds = WIRE_KINDS if schedule.explicit_comm else ()
-    if kind not in COMPUTE_KINDS and kind != "REDUCE_GRAD" and kind not in wire_kinds:
-        known = " ".join(["F B I W OVERLAP_F_B REDUCE_GRAD", *sorted(wire_kinds)])
-        return f"only {known} may appear in this program"
+    if kind not in COMPUTE_KINDS and kind != "REDUCE_GRAD":
+        return "only F B I W OVERLAP_F_B REDUCE_GRAD may appear in this program"
     if stage not in held:
         return f"stage {stage} is not on this rank, which holds {list(held)}"
     if kind != "REDUCE_GRAD" and not 0 <= mb < schedule.num_microbatches:
@@ -207,26 +194,6 @@ def reduce_problems(at: Places) -> Problems:
             yield reduced, f"stage {stage} has a backward at position {position}"
 
 
-def wire_problems(schedule: Schedule, at: Places) -> Problems:
-    """Yield messages without exactly one receive before their pass or one send after it."""
-    wanted: Places = {}  # wire instruction: position of its pass
-    for (kind, stage, mb), position in at.items():
-        if kind in COMPUTE_KINDS:
-            instr = Instr(kind, stage, mb)
-            wires = receives(schedule, instr) + sends(schedule, instr)
-            wanted |= {wire[:3]: position for wire in wires}
-    for wire, position in at.items():
-        if wire[0] in WIRE_KINDS and wire not in wanted:
-            yield position, "no pass of this rank has this message: wrong stage, microbatch or rank"
-    for wire, position in wanted.items():
-        is_receive = wire[0].startswith("RECV")
-        word = "receive" if is_receive else "send"
-        if wire not in at:
-            yield position, f"the {word} of its message is missing"
-        elif is_receive == (at[wire] > position):
-            yield at[wire], f"the {word} is on the wrong side of its pass at position {position}"
-
-
 def peak_stash(program: tuple[Instr, ...]) -> int:
     """Return the most chunk-activations that a rank holds at once."""
     held = peak = 0
@@ -242,9 +209,9 @@ def runnable_order(
 ) -> Iterator[tuple[int, Instr, list[Message], list[Message]]]:
     """Yield (rank, instruction, received, sent) in an order in which all instructions can run.
 
-    received, sent: see `on_wire`. Only waiting for a message blocks, so the outcome does not depend
-    on the order in which ranks are run: either all programs end, or ScheduleError names the circle
-    of ranks that wait for each other.
+    received, sent: messages between ranks that it waits for, and that leave after it. Only waiting
+    for a message blocks, so the outcome does not depend on the order in which ranks are run: either
+    all programs end, or ScheduleError names the circle of ranks that wait for each other.
     """
     programs = [iter(program) for program in schedule.programs]
     following = [next(program, None) for program in programs]  # what each rank runs next
@@ -254,7 +221,10 @@ def runnable_order(
     while runnable:
         pp_rank = runnable.popleft()
         while (instr := following[pp_rank]) is not None:
-            received, sent = on_wire(schedule, instr)
+            received, sent = (
+                [message for message in messages if message.is_remote]
+                for messages in neighbours(schedule, instr)
+            )
             missing = [message for message in received if message not in posted]
             if missing:
                 waiting[missing[0]] = pp_rank

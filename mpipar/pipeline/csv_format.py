@@ -1,9 +1,9 @@
 """Schedules as CSV files, in the form that torch.distributed.pipelining writes and reads.
 
 A row is a rank. A cell is an instruction such as 2F0 (stage 2, forward, microbatch 0). Empty cells
-are idle time, which is ignored here. "compute_only" files contain passes, "compute_comms" files
-also SEND_F RECV_F SEND_B RECV_B and REDUCE_GRAD. UNSHARD and RESHARD are skipped, because here
-`--zero` decides when weights are gathered.
+are idle time, which is ignored here. Files are written with passes alone. Of those that are read,
+SEND_F RECV_F SEND_B RECV_B are skipped, because messages follow from the passes, and UNSHARD and
+RESHARD, because here `--zero` decides when weights are gathered.
 """
 
 import csv
@@ -13,11 +13,10 @@ from typing import TextIO
 
 from mpipar.errors import OutputError, UsageError
 from mpipar.pipeline.check import check
-from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, lower, parts
+from mpipar.pipeline.instructions import WIRE_KINDS, Instr, Schedule, is_compute, parts
 from mpipar.pipeline.placements import PLACEMENTS
 from mpipar.pipeline.schedules.catalog import with_reduce_grad
 
-FORMATS = ("compute_only", "compute_comms")
 NUMBER = "([0-9]{1,6})"  # of a stage or microbatch; no schedule has that many
 CELL = re.compile(
     rf"{NUMBER}(F|B|I|W|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD){NUMBER}?"
@@ -25,26 +24,22 @@ CELL = re.compile(
 OVERLAP = re.compile(rf"\({NUMBER}F{NUMBER};{NUMBER}B{NUMBER}\)OVERLAP_F_B")
 MOST_CHARACTERS = 8 << 20  # of a file
 MOST_CELLS = 1 << 19  # passes, and their messages
-SKIPPED = ("UNSHARD", "RESHARD")
-WITHOUT_MB = ("REDUCE_GRAD", *SKIPPED)
+WITHOUT_MB = ("REDUCE_GRAD", "UNSHARD", "RESHARD")
+SKIPPED = ("UNSHARD", "RESHARD", *WIRE_KINDS)
 
 
-def print_csv(schedule: Schedule, file: TextIO, form: str = "compute_only") -> None:
+def print_csv(schedule: Schedule, file: TextIO) -> None:
     """Write a schedule to an open text file, such as standard output."""
-    assert form in FORMATS, form
     writer = csv.writer(file, lineterminator="\n")
-    for pp_rank, program in enumerate(schedule.programs):
-        if form == "compute_only":
-            writer.writerow(str(instr) for instr in program if is_compute(instr))
-        else:
-            writer.writerow(map(str, lower(schedule, pp_rank)))
+    for program in schedule.programs:
+        writer.writerow(str(instr) for instr in program if is_compute(instr))
 
 
-def write_csv(schedule: Schedule, path: Path, form: str = "compute_only") -> None:
+def write_csv(schedule: Schedule, path: Path) -> None:
     """Write a schedule to a file; raises OutputError if the file cannot be written."""
     try:
         with path.open("w", newline="", encoding="ascii") as file:
-            print_csv(schedule, file, form)
+            print_csv(schedule, file)
     except OSError as error:
         raise OutputError(f"cannot write {path}: {error.strerror}; name another file") from error
 
@@ -126,12 +121,11 @@ def assemble_schedule(path: Path, programs: list[list[Instr]]) -> Schedule:
             f"but only {len(passes)} passes"
         )
     p = len(programs)
-    explicit = any(instr.kind in WIRE_KINDS for program in programs for instr in program)
     if not any(instr.kind == "REDUCE_GRAD" for program in programs for instr in program):
         programs = [list(with_reduce_grad(program)) for program in programs]
     order = tuple(map(tuple, programs))
     candidates = [
-        Schedule(path.name, p, num_stages, num_microbatches, name, order, explicit)
+        Schedule(path.name, p, num_stages, num_microbatches, name, order)
         for name, placement in PLACEMENTS.items()
         if placement.fits(p, num_stages)
     ]

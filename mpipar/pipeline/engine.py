@@ -48,7 +48,7 @@ def forward_only(schedule: Schedule, mbs: Collection[int]) -> Schedule:
         )
         for program in schedule.programs
     )
-    return replace(schedule, programs=programs, explicit_comm=False)
+    return replace(schedule, programs=programs)
 
 
 def last_backwards(program: Sequence[Instr]) -> set[Instr]:

@@ -54,8 +54,7 @@ def parts(instr: Instr) -> tuple[tuple[str, int, int], ...]:
 class Schedule:
     """One training step of a pipeline as a value: each pipeline rank's instructions in order.
 
-    placement: which rank holds a stage, a row of PLACEMENTS. explicit_comm: whether the programs
-    state their own sends and receives, as a schedule from a file may; see lower.
+    placement: which rank holds a stage, a row of PLACEMENTS.
     """
 
     name: str
@@ -64,7 +63,6 @@ class Schedule:
     num_microbatches: int
     placement: str
     programs: tuple[tuple[Instr, ...], ...]
-    explicit_comm: bool = False
 
     @cached_property
     def stage_to_rank(self) -> tuple[int, ...]:
@@ -176,31 +174,15 @@ def sends(schedule: Schedule, instr: Instr) -> list[Instr]:
     return [message.send for message in neighbours(schedule, instr)[1] if message.is_remote]
 
 
-def on_wire(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Message]]:
-    """Return the messages between ranks that instr waits for, and those that leave after it.
-
-    A pass waits. Its results leave at once or, with explicit communication, at their SEND.
-    """
-    taken, given = (
-        [message for message in messages if message.is_remote]
-        for messages in neighbours(schedule, instr)
-    )
-    leaves_here = not (schedule.explicit_comm and is_compute(instr))
-    return taken if is_compute(instr) else [], given if leaves_here else []
-
-
 def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
     """Return the program of pp_rank with wire instructions, which the engine runs.
 
     A receive is posted one compute instruction before the one that needs it, so that its data can
     arrive meanwhile. A send directly follows the pass that produces its data. Both are
     non-blocking: only a compute instruction waits, and only for its own receives. The peers'
-    programs follow from the same rule, so nothing is negotiated at run time. A schedule with
-    explicit communication is returned as it is.
+    programs follow from the same rule, so nothing is negotiated at run time.
     """
     program = schedule.programs[pp_rank]
-    if schedule.explicit_comm:
-        return list(program)
     ahead = iter([receives(schedule, instr) for instr in program if is_compute(instr)])
     lowered = list(next(ahead, []))
     for instr in program:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from trace_cases import blocking, busy_trace, pipeline_trace, span, trace, with_operations
-from trace_page import HOOK, example, tooltip
+from trace_cases import blocking, busy_trace, pipeline_trace, trace, with_operations
 
 from mpipar.commands import schedule as command
 from mpipar.pipeline.check import check
@@ -57,7 +56,7 @@ def write_explorer(folder):
         "own": None,
         "measured": None,
     }
-    page = explorer.build(data, explorer.known_orders((2, 4), (4, 8)), "<svg></svg>")
+    page = explorer.build(data, explorer.known_orders((2, 4), (4, 8)))
     (folder / "explorer.html").write_text(page)
     return folder / "explorer.html"
 
@@ -306,14 +305,6 @@ def test_choices_and_costs_change_the_figures(shown):
     expected = simulate(make_schedule("1f1b", 2, 8), Costs(latency=0.5))
     assert figures(page)["step"][0] == f"{float(expected.makespan):g}"
     assert page.run("return document.querySelectorAll('#first .message.on-path').length") > 0
-    choose(page, **{"#f": "0"})
-    assert page.run("return document.getElementById('mistake').textContent") == (
-        "F must be a number above 0"
-    )
-    choose(page, **{"#f": "1", "#p": "4", "#m": "4", "#second_.choice": "dualpipe-v"})
-    assert told(page, ".verdict", "second").endswith("use --num-microbatches from 2 * 4 on")
-    choose(page, **{"#second_.choice": ""})
-    assert len(figures(page)["step"]) == 1
 
 
 @pytest.mark.browser
@@ -359,47 +350,6 @@ def test_every_slice_is_found_where_it_is_drawn(opened):
         return wrong;
     """)
     assert wrong == []
-
-
-@pytest.mark.browser
-def test_the_operations_of_layers_have_a_lane_of_their_own(opened):
-    """A pass from 2 to 44 ms: its second operation begins at 16 ms."""
-    page = opened(with_operations(example()))
-    x, y = page.run(f"""
-        const box = {HOOK}, [top, height] = timeline.lane(1, "operations");
-        return [box.x + timeline.x(20000), box.y + top + height / 2];
-    """)
-    page.move(x, y)
-    assert tooltip(page) == [
-        "matmul",
-        {
-            "layer": "block1.ffn.down",
-            "rank": "1, tp1",
-            "step": "1, forward, stage 0, microbatch 2",
-            "duration": "14.00 ms",
-        },
-    ]
-    shade = page.run(
-        f"""
-        const [x, y] = arguments, box = {HOOK}, scale = timeline.scale;
-        const pixels = timeline.base.getContext("2d").getImageData(
-          (x - box.x) * scale, (y - box.y + 9) * scale, 1, 1).data;
-        return `rgb(${{[...pixels.slice(0, 3)].join(", ")}})` === timeline.colours.F;
-    """,
-        x,
-        y,
-    )
-    assert shade, "it is drawn in the colour of its pass"
-    assert page.run("return document.getElementById('lanes').textContent") == (
-        "lanes of a rank: passes, operations of layers, barriers"
-    )
-    page = opened(example())
-    assert page.run("return timeline.lanes") == ["spans", "calls"]
-    page = opened(with_operations(trace([[]], [[span("F", 0, 45)]])))  # one rank alone
-    assert page.run("return [timeline.lanes, find('legend').textContent]") == [
-        ["spans", "operations"],
-        "forward",
-    ]
 
 
 @pytest.mark.browser

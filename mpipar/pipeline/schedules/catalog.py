@@ -2,7 +2,7 @@
 
 A row of FAMILIES has the function that makes a schedule, and its properties. The orders are made in
 the other files of this folder. Letters: p = pp_size, r = pp_rank, m = num_microbatches, v = chunks
-(stages per rank), g = group size.
+(stages per rank).
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ from mpipar.pipeline.schedules.v_shape import dualpipe_v, v_half, v_min, zb_v
 class Family(NamedTuple):
     """How a schedule is made and what is known about it.
 
-    order: the passes of one rank, order(p, r, m), or order(p, r, m, v, g) where v is free.
-    placement: a row of PLACEMENTS. grouped: whether the order uses g. split: whether each backward
-    is split into I and W. rounds: the order needs at least rounds * p microbatches.
+    order: the passes of one rank, order(p, r, m), or order(p, r, m, v) where v is free. placement:
+    a row of PLACEMENTS. grouped: whether microbatches come in groups of p. split: whether each
+    backward is split into I and W. rounds: the order needs at least rounds * p microbatches.
     """
 
     order: Callable[..., list[Instr]]

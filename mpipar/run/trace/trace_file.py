@@ -106,7 +106,6 @@ class ScheduleFacts:
     num_stages: int
     num_microbatches: int
     placement: str
-    explicit_comm: bool
     programs: tuple[tuple[str, ...], ...]
 
 
@@ -196,7 +195,8 @@ class Trace:
         """Return the schedule that the run used."""
         value = self.meta["schedule"]
         programs = tuple(tuple(map(parse_instruction, program)) for program in value["programs"])
-        return Schedule(**value | {"programs": programs})
+        known = {name: value[name] for name in ScheduleFacts.__dataclass_fields__}
+        return Schedule(**known | {"programs": programs})
 
 
 def schedule_json(schedule: Schedule) -> dict:

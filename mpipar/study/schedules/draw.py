@@ -8,23 +8,21 @@ passes need, adapts to a light or dark page, and scales with it.
 """
 
 import html
-from bisect import bisect_right
 from collections.abc import Iterator
 from math import ceil, floor, log10
 from typing import NamedTuple
 
 from mpipar.pipeline.instructions import Instr, Schedule, is_compute, neighbours, parts
+from mpipar.run.console.tables import table
 from mpipar.study.schedules.simulate import Costs, Number, Timeline, simulate
 
 WIDTH = 100  # characters of a line
-MAX_PANELS = 6  # panels below each other; a longer step is drawn without microbatch numbers
+MAX_PANELS = 6  # panels below each other; of a longer step the beginning is drawn
 ROW, LEFT, RIGHT, TOP, BOTTOM = 26, 74, 24, 46, 24  # pixels
 CHARACTER, LETTER = 6.2, 8.5  # width of a character in text, and in a label such as 5W0, at 11 px
 NARROWEST, WIDEST = 360, 4000  # width of the part with the passes
 LEGEND, TICK = 24, 56  # space after a legend's text; least distance of two ticks
 MOST_ARROWS = 100  # more of them would hide the passes
-STEP_SECONDS, REPEATS = 10, 5  # of a moving picture: it stops, as nothing should move for ever
-DONE = 0.85  # the fraction of this time that the step takes; the rest shows the complete picture
 WORDS = {
     "F": "F forward",
     "B": "B backward",
@@ -36,7 +34,6 @@ WORDS = {
 PLAIN = "{kind}{mb}", "{stage}{kind}{mb}", "&"
 SYMBOL = "{kind}_{mb}", "{kind}_{mb}^{stage}", " & "
 ARROWS = {"F": "\u2191", "B": "\u2193"}  # the direction of a pass in a textbook's drawing
-PLAIN_ARROWS = str.maketrans("\u2191\u2193", "^v")  # for a terminal that has no arrows
 NOTATION = """\
 F_k is the forward pass of microbatch k, B_k its backward pass; I_k and W_k are the halves of
 a backward pass, input gradient and weight gradient. F_k^s is that of stage s, where a worker holds
@@ -137,9 +134,8 @@ def one_step(schedule: Schedule) -> str:
 def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
     """Return the worker x time grid in lines of at most `width` characters.
 
-    Long steps are broken into panels; very long ones show one letter for each slice of time. book:
-    in the notation of textbooks, see `book_label`: workers count from 1, and the last one is on
-    top.
+    Long steps are broken into panels, at most MAX_PANELS. book: in the notation of textbooks, see
+    `book_label`: workers count from 1, and the last one is on top.
     """
     rows = layout(timeline)
     heads = [f"worker {pp_rank + book} " for pp_rank in range(len(rows))]
@@ -151,26 +147,25 @@ def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
         ]
     head_width = len(max(heads, key=len))
     room = width - head_width
-    scale: Number
     single = [cell for row in rows for cell in row if cell.instr.kind != "OVERLAP_F_B"]
     unit = max(len(cell.text) for cell in single) + 1
     scale = unit / min(cell.end - cell.start for cell in single)
     columns = -(-round(timeline.makespan * scale) // unit)  # of one unit each
     panels = -(-columns // max(room // unit, 1))
-    if panels > MAX_PANELS:
-        panel, scale = room, room / timeline.makespan
-        lines = [sliced_line(row, room, timeline.makespan) for row in rows]
-    else:
-        panel = -(-columns // panels) * unit
-        lines = [named_line(row, columns * unit, scale, unit) for row in rows]
+    panel = -(-columns // panels) * unit
+    length = min(columns * unit, MAX_PANELS * panel)
+    shown = [[cell for cell in row if cell.start * scale < length] for row in rows]
+    lines = [named_line(row, length, scale, unit) for row in shown]
     blocks = []
-    for start in range(0, len(lines[0]), panel):
-        block = [f"{'time':<{head_width}}{ruler(start, min(panel, len(lines[0]) - start), scale)}"]
+    for start in range(0, length, panel):
+        block = [f"{'time':<{head_width}}{ruler(start, min(panel, length - start), scale)}"]
         block += [
             f"{head:<{head_width}}{line[start : start + panel]}"
             for head, line in zip(heads, lines, strict=True)
         ]
         blocks.append("\n".join(line.rstrip() for line in block))
+    if panels > MAX_PANELS:
+        blocks.append("... and so on; --svg FILE draws the whole step")
     return "\n\n".join(blocks)
 
 
@@ -197,17 +192,6 @@ def named_line(row: list[Cell], length: int, scale: Number, unit: int) -> str:
     return line + idle(length - len(line))
 
 
-def sliced_line(row: list[Cell], length: int, makespan: Number) -> str:
-    """Return a worker's line with the kind of pass in the middle of each time slice."""
-    starts = [cell.start for cell in row]
-    line = ""
-    for column in range(length):
-        time = makespan * (2 * column + 1) / (2 * length)
-        k = bisect_right(starts, time) - 1
-        line += row[k].instr.kind[0] if k >= 0 and row[k].end > time else "."
-    return line
-
-
 def ruler(first: int, length: int, scale: Number) -> str:
     """Return times above columns first .. first + length - 1, at `scale` columns per time unit."""
     line = [" "] * (length + 10)
@@ -218,36 +202,19 @@ def ruler(first: int, length: int, scale: Number) -> str:
     return "".join(line[:length])
 
 
-def symbols(timeline: Timeline, width: int = WIDTH) -> str:
+def symbols(timeline: Timeline) -> str:
     """Return what every worker starts and when, with a line for each time at which a pass starts.
 
-    F_3 is the forward of microbatch 3, F_3^2 that of its stage 2. A block shows as many workers as
-    fit.
+    F_3 is the forward of microbatch 3, F_3^2 that of its stage 2.
     """
-    rows = layout(timeline)
-    times = sorted({cell.start for row in rows for cell in row})
-    stamps = [short_number(time) for time in times]
-    columns = []
-    for pp_rank, row in enumerate(rows):
-        named = {cell.start: label(timeline.schedule, cell.instr, SYMBOL) for cell in row}
-        columns.append([f"worker {pp_rank}", *(named.get(time, "") for time in times)])
-    head = ["time", *stamps]
-    head_width = max(map(len, head)) + 2
-    column_width = max(len(text) for column in columns for text in column) + 2
-    together = max(1, (width - head_width) // column_width)
-    blocks = []
-    for first in range(0, len(columns), together):
-        lines = zip(head, *columns[first : first + together], strict=True)
-        blocks.append(
-            "\n".join(
-                (
-                    stamp.ljust(head_width) + "".join(text.ljust(column_width) for text in texts)
-                ).rstrip()
-                for stamp, *texts in lines
-                if any(texts)
-            )
-        )
-    return "\n\n".join(blocks)
+    starts = [
+        {cell.start: label(timeline.schedule, cell.instr, SYMBOL) for cell in row}
+        for row in layout(timeline)
+    ]
+    times = sorted({time for named in starts for time in named})
+    rows = [(short_number(time), *(named.get(time, "") for named in starts)) for time in times]
+    head = ("time", *(f"worker {pp_rank}" for pp_rank in range(len(starts))))
+    return table([head, *rows], left=len(head))
 
 
 def book_notation(schedule: Schedule) -> str:
@@ -268,11 +235,8 @@ def book_notation(schedule: Schedule) -> str:
 Legend = list[tuple[tuple[str, ...], str]]  # (classes of the boxes, text) of each entry
 
 
-def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
-    """Return the picture as text; every box has a tooltip, and names its pass if there is room.
-
-    moving: passes and messages appear as time passes, in all browsers without a script.
-    """
+def svg(timeline: Timeline, title: str) -> str:
+    """Return the picture as text; every box has a tooltip, and names its pass if there is room."""
     rows = layout(timeline)
     legend = legend_entries(timeline, rows)
     width = drawing_width(timeline, rows, legend, title)
@@ -298,14 +262,13 @@ def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
         elements.append(f'<text x="4" y="{y + 16}">worker {pp_rank}</text>')
         area = f'x="{LEFT}" y="{y}" width="{width:.2f}" height="{ROW - 4}"'
         elements.append(f'<rect {area} class="area"/>')
-    passes = [
+    elements += [
         part
         for pp_rank, row in enumerate(rows)
         for cell in row
         for part in box(cell, TOP + ROW * pp_rank, scale)
     ]
-    passes += arrows(timeline.schedule, rows, scale)
-    elements += shown_in_time(passes, width, ROW * len(rows)) if moving else passes
+    elements += arrows(timeline.schedule, rows, scale)
     least = max(TICK, CHARACTER * (len(short_number(timeline.makespan)) + 2) + 8) / scale
     elements += [
         f'<text x="{LEFT + float(time) * scale:.2f}" y="{TOP + ROW * len(rows) + 14}"'
@@ -313,24 +276,6 @@ def svg(timeline: Timeline, title: str, moving: bool = False) -> str:
         for time in round_times(0, timeline.makespan, least)
     ]
     return "\n".join([*elements, "</svg>", ""])
-
-
-def shown_in_time(passes: list[str], width: float, height: int) -> list[str]:
-    """Return the passes, clipped at a line that moves to the right."""
-    clock = (
-        f'dur="{STEP_SECONDS}s" repeatCount="{REPEATS}" fill="freeze" keyTimes="0;{DONE};1" values='
-    )
-    past = (
-        f'<clipPath id="past"><rect x="0" y="0" width="{LEFT + width:.0f}" height="{TOP + height}">'
-        f'<animate attributeName="width" {clock}"{LEFT};{LEFT + width:.0f};{LEFT + width:.0f}"/>'
-        "</rect></clipPath>"
-    )
-    line = (
-        f'<path class="message" d="M{LEFT} {TOP - 4}V{TOP + height}">'
-        f'<animateTransform attributeName="transform" type="translate" {clock}'
-        f'"0;{width:.0f};{width:.0f}"/></path>'
-    )
-    return [past, '<g clip-path="url(#past)">', *passes, "</g>", line]
 
 
 def escape(text: str) -> str:

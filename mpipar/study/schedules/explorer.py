@@ -24,15 +24,12 @@ from mpipar.run.console import html
 RANKS = (1, 2, 3, 4, 5, 6, 7, 8)
 MICROBATCHES = (*range(1, 17), 20, 24, 28, 32)
 CHUNKS = (2, 3, 4)  # of looped schedules; the others fix theirs
-SCRIPTS = ("schedule.js", "panel.js", "explorer.js")
+SCRIPTS = ("schedule.js", "explorer.js")
 Orders = dict[str, list[str] | str]  # see `known_orders`
 
 
-def build(data: dict[str, Any], orders: Orders, fallback: str) -> str:
-    """Return the page. data: its initial state. orders: see `known_orders`.
-
-    fallback: a drawing in SVG for readers without JavaScript.
-    """
+def build(data: dict[str, Any], orders: Orders) -> str:
+    """Return the page. data: its initial state. orders: see `known_orders`."""
     text = json.dumps(orders, separators=(",", ":"))
     packed = base64.b64encode(zlib.compress(text.encode("ascii"), 9)).decode("ascii")
     families = {
@@ -58,7 +55,6 @@ def build(data: dict[str, Any], orders: Orders, fallback: str) -> str:
         SCRIPTS,
         facts | data,
         ORDERS=packed,
-        FALLBACK=fallback,
     )
 
 

@@ -55,11 +55,6 @@ def many_same(n: Letters) -> bool:
     return same(n) and n.m >= 2 * n.p - 1
 
 
-def steady(n: Letters) -> bool:
-    """Accept equal costs, and whole rounds of enough microbatches to fill the pipeline."""
-    return same(n) and n.p > 1 and n.m >= 2 * n.p and n.m % n.p == 0
-
-
 class Form(NamedTuple):
     """A formula as text and as a function, and the condition under which it is valid."""
 
@@ -82,14 +77,12 @@ class ClosedForm:
 
     bubble: makespan minus the busy time of a rank, when links cost nothing. peak_stash: most
     chunk-activations on a rank; for v-half and v-min an upper bound. messages: number sent by all
-    ranks together. hops: how many link latencies are added to a step, as long as the latency is
-    short.
+    ranks together.
     """
 
     bubble: Term
     peak_stash: Term
     messages: Term
-    hops: Term
 
 
 class Forms(NamedTuple):
@@ -97,7 +90,6 @@ class Forms(NamedTuple):
 
     bubble: Form | None = None
     peak: Form | None = None
-    hops: Form | None = None
 
 
 FULL = Form("(p-1)(f+b)", lambda n: (n.p - 1) * (n.f + n.b))
@@ -107,41 +99,28 @@ POSTPONED = Form(
 NO_WAIT = Form("(p-1)f", lambda n: (n.p - 1) * n.f, many_same)
 EVERY_RANK = Form("min(p, m)", lambda n: min(n.p, n.m))
 TWICE = Form("min(2p-1, m)", lambda n: min(2 * n.p - 1, n.m))
-THERE_AND_BACK = Form("2(p-1)", lambda n: 2 * (n.p - 1), steady)
 FORMS = {
     "naive": Forms(
-        Form("m(p-1)(f+b)", lambda n: n.m * (n.p - 1) * (n.f + n.b)),
-        Form("1", lambda n: 1),
-        Form("2m(p-1)", lambda n: 2 * n.m * (n.p - 1), steady),
+        Form("m(p-1)(f+b)", lambda n: n.m * (n.p - 1) * (n.f + n.b)), Form("1", lambda n: 1)
     ),
-    "gpipe": Forms(FULL, Form("m", lambda n: n.m), THERE_AND_BACK),
-    "1f1b": Forms(
-        FULL,
-        EVERY_RANK,
-        Form("2(p-1)m/p + 2(p-2)", lambda n: 2 * (n.p - 1) * n.m // n.p + 2 * (n.p - 2), steady),
-    ),
-    "eager-1f1b": Forms(FULL, TWICE, THERE_AND_BACK),
+    "gpipe": Forms(FULL, Form("m", lambda n: n.m)),
+    "1f1b": Forms(FULL, EVERY_RANK),
+    "eager-1f1b": Forms(FULL, TWICE),
     "interleaved": Forms(
         FULL._replace(holds=many),
         Form(
             "min(2(p-1)+(v-1)g+1, mv)",
             lambda n: min(2 * (n.p - 1) + (n.v - 1) * n.g + 1, n.m * n.v),
         ),
-        Form("2(pv-1)", lambda n: 2 * (n.p * n.v - 1), steady),
     ),
-    "looped-bfs": Forms(FULL._replace(holds=many), Form("mv", lambda n: n.m * n.v), THERE_AND_BACK),
-    "zb-h1": Forms(POSTPONED, EVERY_RANK, Form("4(p-1)", lambda n: 4 * (n.p - 1), steady)),
-    "zb-h2": Forms(NO_WAIT, TWICE, Form("p-1", lambda n: n.p - 1, steady)),
+    "looped-bfs": Forms(FULL._replace(holds=many), Form("mv", lambda n: n.m * n.v)),
+    "zb-h1": Forms(POSTPONED, EVERY_RANK),
+    "zb-h2": Forms(NO_WAIT, TWICE),
     "interleaved-zb": Forms(
         POSTPONED,
         Form("min(p+(v-1)g, mv)", lambda n: min(n.p + (n.v - 1) * n.g, n.m * n.v)),
-        Form("5p-4", lambda n: 5 * n.p - 4, lambda n: steady(n) and n.v == 2),
     ),
-    "zb-v": Forms(
-        NO_WAIT,
-        Form("min(2p, 2m)", lambda n: min(2 * n.p, 2 * n.m)),
-        Form("5p-7", lambda n: 5 * n.p - 7, steady),
-    ),
+    "zb-v": Forms(NO_WAIT, Form("min(2p, 2m)", lambda n: min(2 * n.p, 2 * n.m))),
     "v-half": Forms(peak=Form("<= 2((p+2) div 2)", lambda n: 2 * ((n.p + 2) // 2))),
     "v-min": Forms(peak=Form("<= 2((p+4) div 3)", lambda n: 2 * ((n.p + 4) // 3))),
     "dualpipe-v": Forms(
@@ -169,5 +148,5 @@ def closed_form(schedule: Schedule, costs: Costs) -> ClosedForm | None:
     )
     known = FORMS.get(schedule.name, Forms())
     bubble = known.bubble if costs.overlap == 1 else None
-    forms = bubble, known.peak, MESSAGES[schedule.placement], known.hops
+    forms = bubble, known.peak, MESSAGES[schedule.placement]
     return ClosedForm(*(evaluated(form, n) for form in forms))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from mpipar.errors import UsageError
 from mpipar.pipeline.check import check_programs, peak_stash, runnable_order
 from mpipar.pipeline.instructions import Instr, Message, Schedule, is_compute, parts
 
@@ -33,13 +32,9 @@ class Costs:
     latency: Number = 0
 
     def by_stage(self, name: str, num_stages: int) -> tuple[Number, ...]:
-        """Return f, i or w of every stage; raises UsageError unless each stage has a value."""
+        """Return f, i or w of every stage."""
         value = getattr(self, name)
-        if not isinstance(value, tuple):
-            return (value,) * num_stages
-        if len(value) != num_stages:
-            raise UsageError(f"costs have {len(value)} values of {name} for {num_stages} stages")
-        return value
+        return value if isinstance(value, tuple) else (value,) * num_stages
 
     def divided(self, count: int) -> "Costs":
         """Return the costs of stages that are each 1/count of a stage of these."""
@@ -103,7 +98,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs) -> Timeline:
-    """Return a schedule's timeline; ScheduleError if it can't run, UsageError on bad costs."""
+    """Return a schedule's timeline. Raises ScheduleError if it can't run."""
     check_programs(schedule)
     f, i, w = (costs.by_stage(name, schedule.num_stages) for name in "fiw")
     backward = [one + other for one, other in zip(i, w, strict=True)]

@@ -12,9 +12,9 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from schedule_cases import Refused, compute, counts, emulate
 
-from mpipar.errors import OutputError, UsageError
+from mpipar.errors import UsageError
 from mpipar.pipeline.check import check, check_lanes
-from mpipar.pipeline.csv_format import FORMATS, parse_instruction, read_csv, write_csv
+from mpipar.pipeline.csv_format import parse_instruction, read_csv, write_csv
 from mpipar.pipeline.engine import forward_only
 from mpipar.pipeline.instructions import (
     Instr,
@@ -23,12 +23,6 @@ from mpipar.pipeline.instructions import (
     lower,
 )
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
-
-
-def with_comm(schedule):
-    """The same schedule with its sends and receives stated."""
-    programs = tuple(tuple(lower(schedule, pp_rank)) for pp_rank in range(schedule.pp_size))
-    return replace(schedule, programs=programs, explicit_comm=True)
 
 
 def edited(schedule, pp_rank, change):
@@ -139,7 +133,7 @@ def refusal(schedule):
             "1f1b",
             1,
             lambda program: program.append(Instr("REDUCE_GRAD", 1)),
-            "rank 1 position 17 (1REDUCE_GRAD): the stage's gradients were reduced at 16",
+            "rank 1 position 17 (1REDUCE_GRAD): has already run at position 16",
         ),
         (
             "1f1b",
@@ -154,80 +148,6 @@ def refusal(schedule):
 def test_broken_orders_are_refused_by_name(name, pp_rank, change, expected):
     schedule = edited(make_schedule(name, 4, 8), pp_rank, change)
     assert expected in refusal(schedule)
-
-
-def test_a_rank_that_hands_data_to_itself_keeps_the_order():
-    schedule = make_schedule("zb-v", 2, 3)
-    first, turned = (at(schedule.programs[1], text) for text in ("1F0", "2F0"))
-    message = refusal(edited(schedule, 1, swap(first, turned)))
-    assert f"position {first} (2F0): needs 1F0, which stands at {turned}" in message
-    schedule = make_schedule("looped-bfs", 1, 2)
-    assert "(0B1): needs the backward of 1F1" in refusal(edited(schedule, 0, swap(4, 7)))
-
-
-@pytest.mark.parametrize(
-    ("pp_rank", "change", "expected"),
-    [
-        (
-            1,
-            lambda program: program.remove(Instr("RECV_F", 1, 2)),
-            "(1F2): the receive of its message is missing",
-        ),
-        (
-            1,
-            lambda program: program.remove(Instr("SEND_B", 1, 3)),
-            "(1B3): the send of its message is missing",
-        ),
-        (
-            1,
-            lambda program: [
-                instr if instr != Instr("RECV_F", 1, 2) else Instr("RECV_F", 1, 9)
-                for instr in program
-            ],
-            "(1RECV_F9): microbatch 9 does not exist",
-        ),
-        (
-            1,
-            lambda program: [
-                instr if instr != Instr("SEND_F", 1, 2) else Instr("SEND_F", 1, 3)
-                for instr in program
-            ],
-            "(1SEND_F3): appears here a second time",
-        ),
-        (
-            1,
-            lambda program: [
-                instr if instr != Instr("SEND_B", 1, 2) else Instr("RECV_B", 1, 2)
-                for instr in program
-            ],
-            "(1RECV_B2): appears here a second time",
-        ),
-        (
-            0,
-            lambda program: program.append(Instr("SEND_B", 0, 2)),
-            "(0SEND_B2): no pass of this rank has this message: wrong stage, microbatch or rank",
-        ),
-        (
-            3,
-            lambda program: program.insert(0, Instr("RECV_B", 3, 0)),
-            "rank 3 position 0 (3RECV_B0): no pass of this rank has this message",
-        ),
-        (
-            0,
-            lambda program: program.insert(0, program.pop(at(program, "0SEND_F1"))),
-            "rank 0 position 0 (0SEND_F1): the send is on the wrong side of its pass at position",
-        ),
-        (
-            1,
-            lambda program: program.append(program.pop(at(program, "1RECV_B4"))),
-            "(1RECV_B4): the receive is on the wrong side of its pass at position",
-        ),
-    ],
-)
-def test_broken_messages_are_refused_by_name(pp_rank, change, expected):
-    message = refusal(edited(with_comm(make_schedule("1f1b", 4, 8)), pp_rank, change))
-    assert f"rank {pp_rank} position " in message
-    assert expected in message
 
 
 def test_a_circle_is_printed():
@@ -258,14 +178,12 @@ def test_numbers_that_do_not_fit_the_placement():
     assert "rank 2 position 0" in refusal(edited(schedule, 2, lambda program: program.clear()))
 
 
-@given(counts(max_p=4, max_m=5), st.booleans(), st.data())
+@given(counts(max_p=4, max_m=5), st.data())
 @settings(max_examples=1000, deadline=None)
-def test_the_verdict_is_that_of_acting_it_out(case, stated, data):
+def test_the_verdict_is_that_of_acting_it_out(case, data):
     """Random damage: the proof and the emulated engine agree on every schedule."""
     name, p, m, chunks = case
     schedule = make_schedule(name, p, m, chunks)
-    if stated:
-        schedule = with_comm(schedule)
     for _ in range(data.draw(st.integers(0, 2))):
         pp_rank = data.draw(st.integers(0, p - 1))
         size = len(schedule.programs[pp_rank])
@@ -308,19 +226,13 @@ def test_messages_of_one_direction_have_one_order(case):
     check_lanes(forward_only(schedule, range(schedule.num_microbatches)))
 
 
-@pytest.mark.parametrize("kind", ["SEND_F", "RECV_F"])
-def test_another_order_is_refused_where_nccl_carries_messages(kind):
-    schedule = with_comm(make_schedule("gpipe", 2, 3))
-    pp_rank, stage = (0, 0) if kind == "SEND_F" else (1, 1)
-    program = [str(instr) for instr in schedule.programs[pp_rank]]
-    two = [program.index(f"{stage}{kind}{mb}") for mb in (0, 2)]
-    changed = edited(schedule, pp_rank, swap(*two))
-    first, second = (2, 0) if kind == "SEND_F" else (0, 2)
+def test_another_order_is_refused_where_nccl_carries_messages():
+    schedule = linear("0F0 0F1 0B1 0B0", "1F1 1F0 1B0 1B1")
+    check(schedule)
     with pytest.raises(
-        ScheduleError,
-        match=(f"rank 0 runs 0SEND_F{first} where rank 1 runs 1RECV_F{second}.*MPIPAR_NCCL=no"),
+        ScheduleError, match=r"rank 0 runs 0SEND_F0 where rank 1 runs 1RECV_F1.*MPIPAR_NCCL=no"
     ):
-        check_lanes(changed)
+        check_lanes(schedule)
 
 
 # --- orders in files
@@ -336,31 +248,14 @@ PEERS = {  # name here: name there
 }
 
 
-@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_round_trip(name, form, tmp_path):
+def test_round_trip(name, tmp_path):
     schedule = make_schedule(name, 4, 8)
     path = tmp_path / "some.csv"
-    write_csv(schedule, path, form)
+    write_csv(schedule, path)
     found = read_csv(path)
     assert found.name == "some.csv"
-    if form == "compute_only":
-        assert replace(found, name=name) == schedule
-    else:
-        assert found.explicit_comm
-        assert found.programs == tuple(tuple(lower(schedule, r)) for r in range(4))
-        assert lower(found, 2) == lower(schedule, 2)
-        assert check(found) == check(schedule)
-
-
-@given(counts(max_p=4, max_m=6))
-@settings(max_examples=60, deadline=None)
-def test_cells_are_read_as_they_are_written(case):
-    name, p, m, chunks = case
-    schedule = make_schedule(name, p, m, chunks)
-    for pp_rank in range(p):
-        for instr in lower(schedule, pp_rank):
-            assert parse_instruction(str(instr)) == instr
+    assert replace(found, name=name) == schedule
 
 
 @pytest.mark.parametrize(
@@ -389,8 +284,10 @@ def written(tmp_path, text):
     return path
 
 
-def test_empty_cells_sharding_and_blank_lines_are_read_over(tmp_path):
-    path = written(tmp_path, "0UNSHARD,0F0,,0F1, 0B0 ,0B1,0RESHARD\n,1F0,1B0,1F1,1B1,,\n\n")
+def test_empty_cells_sharding_messages_and_blank_lines_are_read_over(tmp_path):
+    path = written(
+        tmp_path, "0UNSHARD,0F0,,0SEND_F0,0F1, 0B0 ,0B1,0RESHARD\n,1F0,1B0,1F1,1B1,,\n\n"
+    )
     found = read_csv(path)
     assert (found.pp_size, found.num_stages, found.num_microbatches) == (2, 2, 2)
     assert list(map(str, found.programs[0])) == ["0F0", "0F1", "0B0", "0B1", "0REDUCE_GRAD"]
@@ -408,8 +305,6 @@ def test_empty_cells_sharding_and_blank_lines_are_read_over(tmp_path):
         ("0B0,0F0\n1F0,1B0\n", ["rank 0 position 0 (0B0): needs 0F0, which stands at"]),
         ("0F0,0F1,0B1,0B0\n1F1,1F0,1B0,1B1\n", []),
         ("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n", ["deadlock"]),
-        ("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", ["(0B0): the receive of its message"]),
-        ("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F1,1F0,1B0,1SEND_B0\n", ["microbatch 1 does not exist"]),
     ],
 )
 def test_files_that_are_wrong(text, expected, tmp_path):
@@ -420,16 +315,6 @@ def test_files_that_are_wrong(text, expected, tmp_path):
         read_csv(written(tmp_path, text))
     for words in expected:
         assert words in str(caught.value)
-
-
-def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(UsageError, match=r"cannot read .*no\.csv: No such file"):
-        read_csv(tmp_path / "no.csv")
-    (tmp_path / "binary.csv").write_bytes(b"\xff\x00")
-    with pytest.raises(UsageError, match="not UTF-8 text"):
-        read_csv(tmp_path / "binary.csv")
-    with pytest.raises(OutputError, match=r"cannot write .*; name another file"):
-        write_csv(make_schedule("1f1b", 2, 2), tmp_path / "no" / "folder.csv")
 
 
 def theirs(name, p, m, v, with_comms=False):
@@ -466,13 +351,10 @@ def test_same_orders_as_torch(name, tmp_path):
 
 @pytest.mark.peers
 @pytest.mark.parametrize("name", [name for name in PEERS if name not in ("gpipe", "1f1b")])
-def test_full_lists_of_torch_are_proved(name, tmp_path):
-    """Its own sends and receives are proved; a list without one of them is refused."""
+def test_full_lists_of_torch_are_read_without_their_messages(name, tmp_path):
     text = theirs(name, 4, 8, 2, with_comms=True)
-    assert check(read_csv(written(tmp_path, text))) == check(make_schedule(name, 4, 8))
     assert "1RECV_F3," in text
-    with pytest.raises(ScheduleError, match="the receive of its message is missing"):
-        read_csv(written(tmp_path, text.replace("1RECV_F3,", "")))
+    assert read_csv(written(tmp_path, text)).programs == make_schedule(name, 4, 8).programs
 
 
 @pytest.mark.peers

@@ -111,9 +111,7 @@ function* programProblems(schedule, rank) {
       const name = nameOf(part.kind, part.stage, part.mb), before = at.get(name);
       const reason = misfit(schedule, held, part);
       if (reason) yield { position, reason };
-      if (before) yield { position, reason: part.kind === "REDUCE_GRAD"
-        ? `the stage's gradients were reduced at ${before.position}`
-        : `has already run at position ${before.position}` };
+      if (before) yield { position, reason: `has already run at position ${before.position}` };
       at.set(name, { part, position });
     }
   }
