@@ -13,7 +13,7 @@ from mpipar import models
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import state_change
 from mpipar.commands.command import OF_A_STEP, Command, Context
-from mpipar.config.layout import axes_text
+from mpipar.config.grid import axes_text
 from mpipar.config.setting import setting, switch
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_OK, UsageError, broken
@@ -78,9 +78,6 @@ def run(context: Context) -> int:
     if machine:
         text = step_words_on(machine.name, step_of(config, machine))
         print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
-        if config.memory.zero == 0 and config.grid.island_dp * config.grid.cp > 1:
-            sharded = replace(config, memory=replace(config.memory, zero=1))
-            print(f"with --zero 1: {step_of(sharded, machine).total * 1e3:.2f} ms")
     return EXIT_OK
 
 

@@ -1,11 +1,13 @@
-"""The work of `mpipar generate`: continues texts with a trained model, on any layout."""
+"""The work of `mpipar generate`: prompts, and the text that a model adds to them, on any layout."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
@@ -13,23 +15,32 @@ from mpipar.comm.record import Recorder
 from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config
 from mpipar.config.text import printable
-from mpipar.errors import EXIT_OK, DataError, UsageError
+from mpipar.errors import EXIT_OK, DataError, UsageError, broken
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.tokenizer_files import GENERATION, token_ids
 from mpipar.run.compared import config_facts, digest_of_value
+from mpipar.run.data.documents import check_kind
 from mpipar.run.data.tokenizer import Tokenizer, tokenizer_of
+from mpipar.run.files.bounded import problems_as, read_text
 from mpipar.run.files.settings import ParsedConfig
-from mpipar.run.inference import prompts as prompts_module
 from mpipar.run.inference.generate import FULL, STOP, Sampling, Text, generate
-from mpipar.run.inference.prompts import Prompt
 from mpipar.run.process.session import Session
 from mpipar.run.resolve import resolve
 from mpipar.run.source import find_source, tokenizer_folder
 from mpipar.train.worker import Worker
 
-FIRST = Prompt("0", [0])  # an id that every model has
 ROWS_OF_A_GROUP = 8  # prompts that pass the pipeline together, unless --batch-size is given
+MOST_BYTES = 64 << 20  # of a file of prompts
+MOST_PROBLEMS = 10  # listed for a file of prompts
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as it was typed, and its tokens."""
+
+    typed: str
+    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -83,8 +94,8 @@ def stream(worker, request: Request) -> Iterator[str]:
     added = (
         text.tokens[-1] for _ in generate(worker, [text], request.sampling) if text.end != STOP
     )
-    shown = prompts_module.visible(tokenizer, prompt)
-    for piece in prompts_module.show(shown, added, tokenizer):
+    shown = visible(tokenizer, prompt)
+    for piece in show(shown, added, tokenizer):
         yield printable(piece)
     yield "\n"
     if text.end == FULL and worker.comms.world.index == 0:
@@ -107,7 +118,7 @@ def answers(worker, request: Request) -> Iterator[str]:
         for _ in generate(worker, texts, request.sampling):
             pass
         for text in texts:
-            found = prompts_module.answer(request.tokenizer, prompts[text.number], text)
+            found = answer(request.tokenizer, prompts[text.number], text)
             yield json.dumps(found) + "\n"
 
 
@@ -117,7 +128,8 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
     args: `generate.Arguments`; for run_folder see `find_source`. host_rank: place of this process
     on its host.
     """
-    weights, given = weights_of(args.run_folder), parsed.config
+    weights, given = find_source(args.run_folder, args.run_folder), parsed.config
+    formats.model_settings(weights, where=args.run_folder)
     start = replace(
         given,
         run=replace(given.run, init_from=weights),
@@ -126,50 +138,41 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
     )
     both = args.prompts is not None and args.prompt is not None
     unread = (*parsed.unread, *[f"--prompt and --prompts {args.prompts}: give one of them"] * both)
-    beside, texts, found = tokenizer_folder(weights), [], {"notes": []}
-    is_default = args.prompts is None and args.prompt is None
+    beside, found = tokenizer_folder(weights), {}
     prompt = PROMPT if args.prompt is None else args.prompt
-
-    def read_files(config):
-        texts[:] = (
-            [(f"--prompt {prompt!r}", prompt)]
-            if args.prompts is None
-            else prompts_module.read_prompts(args.prompts)
-        )
-        found["tokenizer"] = tokenizer_of(beside, config.model.vocab_size)
+    typed = [(f"--prompt {prompt!r}", prompt)]
 
     def read_texts(config):
-        try:
-            if "tokenizer" in found:
-                found["prompts"] = prompts_module.encode_prompts(
-                    found["tokenizer"], texts, config.model
-                )
-        except UsageError:
-            if not is_default:
-                raise
-            # The user did not type this text; a model of plain ids, for example, cannot read it.
-            found["prompts"] = [FIRST]
-            found["notes"].append(
-                f"this model cannot read the default prompt {PROMPT!r}, so the text"
-                f" begins with id {FIRST.typed}; for another beginning, give --prompt:"
-                f" {found['tokenizer'].takes}"
-            )
+        texts = typed if args.prompts is None else read_prompts(args.prompts)
+        found["tokenizer"] = tokenizer_of(beside, config.model.vocab_size)
+        found["prompts"] = encode_prompts(found["tokenizer"], texts, config.model)
+
+    def usage_problems(config):
+        cp, size = config.grid.cp, config.model.vocab_size
+        return broken(
+            (
+                cp > 1,
+                (
+                    f"--cp {cp}: cuts the tokens of a row, but a text grows by one token at a time;"
+                    " use --dp for more texts, or --tp or --pp to cut the model"
+                ),
+            ),
+            *(
+                (one >= size, f"--stop-token {one}: is not in the vocabulary; use ids below {size}")
+                for one in args.stop_token
+            ),
+        )
 
     checks = [
-        (read_files, DataError),
         (read_texts, UsageError),
-        (layout_problems, UsageError),
-        (lambda config: stop_problems(args.stop_token, config.model.vocab_size), UsageError),
+        (usage_problems, UsageError),
         (checkpoint.weight_problems, DataError),
     ]
     config, _ = resolve(replace(parsed, config=start, unread=unread), world_size, checks)
     groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
     config = replace(config, grid=replace(config.grid, num_microbatches=groups))
     together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups
-    found["notes"] += [
-        *formats.start_notes(weights, trains=False),
-        *checkpoint.unread_notes(config),
-    ]
+    notes = [*formats.start_notes(weights, trains=False), *checkpoint.unread_notes(config)]
     ends = ends_of(beside, found["tokenizer"], config.model.vocab_size)
     return Request(
         config,
@@ -184,35 +187,8 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
             args.stop_token or ends,
         ),
         together=together,
+        notes=notes,
     )
-
-
-def stop_problems(ids: tuple[int, ...], vocab_size: int) -> list[str]:
-    """Return what is wrong if an id that ends a text is not in the vocabulary."""
-    return [
-        f"--stop-token {one}: is not in the vocabulary; use ids below {vocab_size}"
-        for one in ids
-        if one >= vocab_size
-    ]
-
-
-def layout_problems(config) -> list[str]:
-    """Return what is wrong if the layout cuts an axis that a single token does not have."""
-    if config.grid.cp == 1:
-        return []
-    return [
-        (
-            f"--cp {config.grid.cp}: cuts the tokens of a row, but a text grows by one token at a"
-            " time; use --dp for more texts, or --tp or --pp to cut the model"
-        )
-    ]
-
-
-def weights_of(run_folder: str) -> str:
-    """Return the folder with a decoder's weights: see `find_source`. Raises UserError."""
-    weights = find_source(run_folder, run_folder)
-    formats.model_settings(weights, where=run_folder)
-    return weights
 
 
 def ends_of(folder, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
@@ -225,3 +201,82 @@ def ends_of(folder, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
         if found is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     return () if tokenizer.end is None else (tokenizer.end,)
+
+
+# Prompts and texts.
+
+
+def read_prompts(path: str) -> list[tuple[str, str]]:
+    """Return (place, text) of each prompt in a file, one per line; blank lines are skipped.
+
+    Raises DataError.
+    """
+    with problems_as(DataError, path):
+        check_kind(Path(path))
+        text = read_text(path, most_bytes=MOST_BYTES).replace("\r\n", "\n")
+    found = [(f"{path}: line {number}", line) for number, line in enumerate(text.split("\n"), 1)]
+    found = [(where, line) for where, line in found if line.strip()]
+    if not found:
+        raise DataError(f"{path}: has no prompt; write one on each line")
+    return found
+
+
+def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
+    """Return the prompts of [(where, text)]; raise one UsageError for all misfits.
+
+    model: a ModelConfig.
+    """
+    found, problems = [], []
+    for where, text in texts:
+        ids = tokenizer.encode_prompt(text)
+        found.append(Prompt(text, ids))
+        if not ids or max(ids) >= model.vocab_size:
+            problems.append(
+                f"{where}: needs at least one token, all below the model's vocabulary of"
+                f" {model.vocab_size:,}; {tokenizer.takes}"
+            )
+        elif len(ids) > model.seq_len:
+            problems.append(
+                f"{where}: has {len(ids):,} tokens, but the model reads at most"
+                f" {model.seq_len:,} (its --seq-len): shorten it"
+            )
+    if problems:
+        raise UsageError(problems[:MOST_PROBLEMS])
+    return found
+
+
+def show(prompt: list[int], tokens: Iterable[int], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield the prompt's text and what each token adds to it; together they are the whole text.
+
+    The last bytes may be part of a character that later tokens complete, so they wait for them. A
+    tokenizer shows such bytes as one replacement mark, or, with byte fallback, as one for each.
+    """
+    seen, shown = prompt[:-1], 0
+    for token in itertools.chain(prompt[-1:], tokens):
+        seen.append(token)
+        text = tokenizer.decode(seen)
+        ready = max(shown, len(text.rstrip("\ufffd")))
+        yield text[shown:ready]
+        shown = ready
+    yield tokenizer.decode(seen)[shown:]
+
+
+def visible(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """Return the prompt's tokens without those that the tokenizer puts before every text."""
+    own = tokenizer.encode(prompt.typed)
+    before = len(prompt.ids) - len(own)
+    return own if own and before > 0 and prompt.ids[before:] == own else prompt.ids
+
+
+def answer(tokenizer: Tokenizer, prompt: Prompt, text: Text) -> dict:
+    """Return one answer of --prompts: prompt, continuation, its tokens, and why it ended."""
+    added = text.tokens[len(prompt.ids) :]
+    spoken = added[:-1] if text.end == STOP else added
+    before = visible(tokenizer, prompt)
+    shown = len(tokenizer.decode(before).rstrip("\ufffd"))  # the rest may become a character
+    return {
+        "prompt": prompt.typed,
+        "text": tokenizer.decode([*before, *spoken])[shown:],
+        "tokens": added,
+        "end": text.end,
+    }

@@ -23,7 +23,7 @@ from mpipar.run.data.tokenizer import (
     tokenizer_of,
     unknown_ids,
 )
-from mpipar.run.inference.prompts import encode_prompts
+from mpipar.run.generation import encode_prompts
 from mpipar.run.resolve import resolve
 from mpipar.run.source import tokenizer_folder
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.comm.objects import all_gather_objects, broadcast_text
 from mpipar.config.combinations import typed
-from mpipar.config.layout import sizes_text
-from mpipar.config.layout import typed as typed_layout
+from mpipar.config.grid import sizes_text
+from mpipar.config.grid import typed as typed_layout
 from mpipar.config.model import CUTS, ModelConfig
 from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
 from mpipar.config.sections import named

@@ -6,7 +6,7 @@ from collections import defaultdict
 from mpipar import models
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Key, Sums, family
-from mpipar.config.layout import sizes_text
+from mpipar.config.grid import sizes_text
 from mpipar.config.model import ModelConfig
 from mpipar.config.text import counted
 from mpipar.models.decoder import CUT, ENTRY

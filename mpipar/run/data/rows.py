@@ -142,7 +142,7 @@ class Rows:
 
     def __init__(self, ops, part, config, grid):
         self.ops, self.part = ops, part
-        self.seed, self.distance = config.run.seed, config.model.targets_per_row
+        self.seed, self.distance = config.run.seed, config.model.seq_len
         self.dp_size, self.dp_rank = grid.layout["dp"], grid.replica
         self.islands = grid.size(ISLAND)
         self.num_rows = rows_per_microbatch(config)

@@ -21,7 +21,6 @@ from one_rank import fresh
 
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
-from mpipar.errors import NonFiniteError
 from mpipar.layers.parallel.kv_cache import KVCache
 from mpipar.layers.recompute import ActivationRecompute
 from mpipar.layers.stash import Stash
@@ -96,9 +95,8 @@ def test_float32_and_sixteen_bits(monkeypatch):
 
 def changed_cache(change):
     """KVCache.forward with another q, k, v or firsts."""
-    plain = KVCache.forward
 
-    def forward(self, ops, name, q, k, v):
+    def forward(self, ops, name, q, k, v, plain=KVCache.forward):
         q, k, v, firsts = change(self, q, k, v)
         kept, self.firsts = self.firsts, firsts
         try:
@@ -106,7 +104,27 @@ def changed_cache(change):
         finally:
             self.firsts = kept
 
-    return forward
+    return KVCache, "forward", forward
+
+
+def block_without_it(self, x, stash):
+    inner = Stash(stash.batch)
+    for layer in self.layers:
+        x = layer.forward(x, inner)
+    return x
+
+
+def later_positions(self, plain=generation.Group.batch):
+    made = plain(self)
+    made.positions[...] += self.fresh == 1
+    return made
+
+
+def exchanged_caches(worker, texts, sampling, plain=generation.deal):
+    groups = plain(worker, texts, sampling)
+    first, second = (group.caches for group in groups.values())
+    second.update(zip(second, first.values(), strict=True))
+    return groups
 
 
 TWINS = {
@@ -117,63 +135,19 @@ TWINS = {
     "values in the order of another row": changed_cache(
         lambda cache, q, k, v: (q, k, v[::-1], cache.firsts)
     ),
+    "a block without the cache": (ActivationRecompute, "forward", block_without_it),
+    "positions off by one after the prompt": (generation.Group, "batch", later_positions),
+    "the cache of another group": (generation, "deal", exchanged_caches),
 }
 
 
 @pytest.mark.parametrize("twin", TWINS)
-def test_a_broken_cache_is_caught(twin, monkeypatch):
-    monkeypatch.setattr(KVCache, "forward", TWINS[twin])
+def test_a_broken_twin_is_caught(twin, monkeypatch):
+    monkeypatch.setattr(*TWINS[twin])
+    worker = model("llama", recompute="block" if "block" in twin else "none")
+    prompts = [[1, 2], [3, 4]] if "block" in twin or "group" in twin else PROMPTS
     with pytest.raises(AssertionError, match="logits of text"):
-        assert_as_without_cache(model("llama"), PROMPTS, monkeypatch)
-
-
-def test_a_block_without_the_cache_is_caught(monkeypatch):
-    def forward(self, x, stash):
-        inner = Stash(stash.batch)
-        for layer in self.layers:
-            x = layer.forward(x, inner)
-        return x
-
-    monkeypatch.setattr(ActivationRecompute, "forward", forward)
-    with pytest.raises(AssertionError, match="logits of text"):
-        assert_as_without_cache(model("llama", recompute="block"), [[1, 2], [3, 4]], monkeypatch)
-
-
-def test_an_inner_stash_has_what_a_stash_has_but_the_arrays():
-    """Fields that nobody has thought of yet included."""
-    stash = Stash("batch", "cache")
-    stash["layer", "x"], stash.later = 1, "later"
-    inner = stash.inner().inner()
-    assert vars(inner) == {"batch": "batch", "cache": "cache", "later": "later"}
-    assert not inner
-
-
-def test_positions_off_by_one_after_the_prompt_are_caught(gpt2, monkeypatch):
-    plain = generation.Group.batch
-
-    def batch(self):
-        made = plain(self)
-        if self.fresh == 1:
-            made.positions[...] += 1
-        return made
-
-    monkeypatch.setattr(generation.Group, "batch", batch)
-    with pytest.raises(AssertionError, match="logits of text 0, place 4"):
-        assert_as_without_cache(gpt2, PROMPTS, monkeypatch)
-
-
-def test_the_cache_of_another_group_is_caught(gpt2, monkeypatch):
-    plain = generation.deal
-
-    def deal(worker, texts, sampling):
-        groups = plain(worker, texts, sampling)
-        first, second = (group.caches for group in groups.values())
-        second.update(zip(second, first.values(), strict=True))
-        return groups
-
-    monkeypatch.setattr(generation, "deal", deal)
-    with pytest.raises(AssertionError, match="logits of text"):
-        assert_as_without_cache(gpt2, [[1, 2], [3, 4]], monkeypatch)
+        assert_as_without_cache(worker, prompts, monkeypatch)
 
 
 # --- where texts end
@@ -210,20 +184,6 @@ def test_the_model_reads_no_more_than_seq_len(gpt2, monkeypatch):
         (17, FULL),
         (17, FULL),
     ]
-
-
-def test_no_token_is_asked_for(gpt2):
-    texts = [Text(0, [1])]
-    assert list(generate(gpt2, texts, Sampling(0))) == []
-    assert texts[0].end == LENGTH
-    assert list(generate(gpt2, [], GREEDY)) == []
-
-
-def test_a_logit_that_is_no_number_ends_generation():
-    worker = model()
-    worker.flats[0].data[...] = np.nan
-    with pytest.raises(NonFiniteError, match="a logit is infinite or not a number"):
-        list(continue_one(worker, [1, 2], GREEDY))
 
 
 # --- choosing a token
@@ -272,11 +232,6 @@ def test_top_k_limits_the_choice(gpt2):
             next(continue_one(gpt2, prompt, Sampling(1, 5.0, seed, top_k))) for seed in range(60)
         }
         assert drawn == set(order[:top_k].tolist())
-
-
-def test_draws_with_a_temperature_near_zero_are_greedy(gpt2):
-    cold = list(continue_one(gpt2, [1, 2], Sampling(6)))
-    assert list(continue_one(gpt2, [1, 2], Sampling(6, 1e-300))) == cold
 
 
 # --- memory

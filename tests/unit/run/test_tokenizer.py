@@ -19,7 +19,7 @@ from mpipar.run.data.tokenizer import (
     load_tokenizer,
     tokenizer_of,
 )
-from mpipar.run.inference.prompts import encode_prompts
+from mpipar.run.generation import encode_prompts
 
 REFUSED = "the library tokenizers cannot use it"
 
