@@ -16,13 +16,12 @@ from attention_cases import formula
 from helpers import assert_close
 from numeric_attention import ATTENTION
 from numeric_cases import EPS, FAMILIES, error
-from numeric_sums import SUMS, UPDATES
 from ops_cases import plain
 
 from mpipar.ops import make
 from mpipar.ops.array_ops import ArrayOps
 
-ALL = FAMILIES | {"attention": ATTENTION, "sums": SUMS, "updates": UPDATES}
+ALL = FAMILIES | {"attention": ATTENTION}
 IMPLEMENTATIONS = {
     "plain": lambda: plain("float32"),
     "numpy": lambda: make("cpu", "float32"),
@@ -45,7 +44,7 @@ ORDINARY = r"(?:1|4|beside 3|q 1 k 1|q 5 k 5|shuffled)(?: (?!alone|scores)|$)"
 # Cases for kernels of a GPU, whose threads run one after another here: half a million of some, and
 # of attention every kind of scores in one size, the ordinary and the largest in others.
 EMULATED = dict.fromkeys(ALL, "^(?!.* many)") | {
-    "attention": r"^(?!.* (?:token|long)$)|^(?:q 1 k 1|shuffled|keys beside 1e\+18) "
+    "attention": r"^(?!.* (?:token|long)$)|^(?:q 1 k 1|shuffled) "
 }
 # The optimizer never has 16 bits. NumPy adds up rows of a whole matrix one after another.
 LEFT_OUT = {("plain", "bias"), ("16 bits", "updates"), ("fused in 16 bits", "updates")}
@@ -158,19 +157,6 @@ def test_adamw_has_pytorchs_weights_over_several_steps(name, rng):
             data, grad, m, v, lr=0.03, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, step=step
         )
         assert_close(data, parameter.detach().numpy(), 1e-9, f"weights after step {step}")
-
-
-def test_a_rounding_of_a_score_decides_nothing_where_every_order_has_the_exact_sum():
-    """Where one does, as beside keys of 1e18, it may decide all; ordinary results move little."""
-    most = {
-        name: max(float(np.max(decided)) for _, _, decided in exact.values())
-        for name, _, exact in cases_of("attention", np.dtype(np.float32))
-    }
-    exact = [name for name in most if re.search("equal scores|scores of", name)]
-    assert len(exact) == 4 * 11
-    assert {most[name] for name in exact} == {0}
-    assert 0 < most["q 1 k 1"] < 1e-4
-    assert most["keys beside 1e+18"] > 1
 
 
 def by_one_number(self, stats):
