@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from mpipar.comm.grid import AXES, PIECES_PER_RANK
-from mpipar.config.grid import AUTO
-from mpipar.config.layout import cuts_heads, matching
+from mpipar.config.grid import AUTO, cuts_heads, matching
 from mpipar.config.run import NEVER, RunConfig, trace_steps
 from mpipar.config.sections import Config, in_force, named
 from mpipar.config.text import counted, shown
@@ -82,21 +81,12 @@ def subject(names: tuple[str, ...], values: SimpleNamespace) -> str:
     """Return the settings of a rule with their values, without those that were not given."""
     told = {name: getattr(values, name) for name in names}
     ranks = told.pop("ranks", None)
-    first, *more = (
+    words = [
         named(name) if value is True else f"{named(name)} {typed(value)}"
         for name, value in told.items()
         if value not in (None, (), False) or type(value) is int
-    )
-    without = [named(name) for name, value in told.items() if value is False]
-    parts = [first, f"with {listed(more)}" * bool(more), f"without {listed(without)}"]
-    parts[2] *= bool(without)
-    return " ".join(filter(None, [*parts, f"on {counted(ranks, 'rank')}" if ranks else ""]))
-
-
-def listed(words: list[str]) -> str:
-    """Join words as in 'a, b and c'."""
-    *most, last = words or [""]
-    return f"{', '.join(most)} and {last}" if most else last
+    ]
+    return " with ".join(words) + (f" on {counted(ranks, 'rank')}" if ranks else "")
 
 
 def kv_heads(v) -> int:

@@ -1,6 +1,10 @@
-"""Parallel layout (dp, pp, cp, tp, ep) and pipeline schedule."""
+"""Parallel layout (dp, pp, cp, tp, ep) and pipeline schedule; every layout that fits so many ranks.
+
+`config.combinations` explains why a layout does not fit.
+"""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mpipar.comm.grid import AXES, PIECES_PER_RANK
@@ -22,6 +26,7 @@ SCHEDULES = (  # the rows of mpipar.pipeline.schedules.catalog
     "dualpipe-v",
 )
 AUTO = "auto"  # for --layout: chosen by predicted steps
+Layout = tuple[int, int, int]  # (dp, pp, tp)
 
 
 @dataclass(frozen=True)
@@ -94,3 +99,95 @@ class GridConfig:
     def num_ranks(self) -> int:
         """Ranks of all axes; an axis that is still to be chosen counts as 1."""
         return math.prod(getattr(self, axis) or 1 for axis in AXES)
+
+
+def shown_axes(sizes: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return (axis, size) in the order in which layouts are written; cp and ep only if above 1."""
+    return [
+        (axis, sizes[axis])
+        for axis in ("dp", "pp", "cp", "tp", "ep")
+        if axis not in ("cp", "ep") or sizes.get(axis, 1) > 1
+    ]
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Return a layout for a reader, as 'dp 2 x pp 2 x tp 1'."""
+    return " x ".join(f"{axis} {size}" for axis, size in shown_axes(sizes))
+
+
+def typed(sizes: Mapping[str, int]) -> str:
+    """Return a layout as a flag to type."""
+    return f"--layout {axes_text(sizes)}"
+
+
+def axes_text(sizes: Mapping[str, int]) -> str:
+    """Return a layout as the value of --layout."""
+    return ",".join(f"{axis}={size}" for axis, size in shown_axes(sizes))
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    low = [small for small in range(1, math.isqrt(number) + 1) if number % small == 0]
+    return sorted({*low, *(number // small for small in low)})
+
+
+def cuts_heads(tp: int, heads: int, kv_heads: int) -> bool:
+    """Return whether tp ranks can hold equal numbers of heads, and whole key/value heads.
+
+    With more ranks than key/value heads, some ranks hold copies of the same one.
+    """
+    return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
+
+
+def fitting(world_size: int, layers: int, heads: int, kv_heads: int | None = None) -> list[Layout]:
+    """Return every (dp, pp, tp) that uses all ranks. tp divides the heads; pp is at most layers.
+
+    kv_heads: the number of key/value heads, by default as many as query heads.
+    """
+    kv_heads = heads if kv_heads is None else kv_heads
+    return [
+        (world_size // (tp * pp), pp, tp)
+        for tp in divisors(world_size)
+        if cuts_heads(tp, heads, kv_heads)
+        for pp in divisors(world_size // tp)
+        if pp <= layers
+    ]
+
+
+def matching(
+    given: tuple[int | None, int | None, int | None],
+    world_size: int,
+    layers: int,
+    heads: int,
+    kv_heads: int | None = None,
+    cp: int = 1,
+) -> list[Layout]:
+    """Return the layouts with the `given` axes (dp, pp, tp; None = free), the default one first.
+
+    heads, kv_heads: of a model; every other width may be cut over any tp.
+    cp: the size of that axis, which is never chosen here.
+    """
+    options = fitting(world_size // cp, layers, heads, kv_heads) if world_size % cp == 0 else []
+    return sorted(
+        (
+            one
+            for one in options
+            if all(want in (None, have) for want, have in zip(given, one, strict=True))
+        ),
+        key=preference(given, world_size // cp),
+    )
+
+
+def preference(given, world_size: int):
+    """Return a sort key for layouts: tp 2 if 4 divides the free ranks, pp 2 if even, the rest dp.
+
+    A second tp rank halves memory and work but communicates most, so the default is at most two.
+    A second pp rank communicates least. dp takes the rest, because it needs no more memory per
+    rank as it grows.
+    """
+    _, pp, tp = given
+    free = world_size // math.prod(axis or 1 for axis in given)
+    want_tp = tp or (2 if free % 4 == 0 else 1)
+    left = free if tp else free // want_tp
+    want_pp = pp or (2 if left % 2 == 0 else 1)
+    return lambda one: (abs(one[2] - want_tp), abs(one[1] - want_pp))

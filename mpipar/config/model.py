@@ -168,11 +168,6 @@ class ModelConfig:
     )
 
     @property
-    def width(self) -> int:
-        """Features of the stream between blocks."""
-        return self.d_model
-
-    @property
     def whole_kv_heads(self) -> int:
         """Key/value heads: tp divides them, or they divide tp."""
         return self.kv_heads or self.heads
@@ -181,11 +176,6 @@ class ModelConfig:
     def rows(self) -> str:
         """Which side of a product comes first in its weights, in files and thus in memory."""
         return "in" if self.arch == "gpt2" else "out"
-
-    @property
-    def targets_per_row(self) -> int:
-        """The next token at each of T positions."""
-        return self.seq_len
 
     @property
     def longest_row(self) -> int:
@@ -199,12 +189,11 @@ class ModelConfig:
 
     def completed(self) -> Self:
         """Return a copy with every None replaced by the value it stands for."""
-        ffn = -(-8 * self.width // 96) * 32 if self.activation == "swiglu" else 4 * self.width
-        positions = self.max_positions
+        width, positions = self.d_model, self.max_positions
         if self.positions == "rope" and positions is None:
             scaling = self.rope_scaling or (0.0,)
             positions = max(self.seq_len, round(scaling[0] * scaling[-1]))
-        ffn = self.ffn or ffn
+        ffn = self.ffn or (-(-8 * width // 96) * 32 if self.activation == "swiglu" else 4 * width)
         return replace(
             self,
             ffn=ffn,

@@ -39,6 +39,8 @@ REMOVED: dict[str, str] = {  # flag -> what to do instead
     "--top-k": _GENERATE,
     "--top-p": _GENERATE,
     "--stop-token": _GENERATE,
+    "--animate": "leave it out: the picture shows the whole step",
+    "--csv-format": "leave it out: a file has the passes alone, from which messages follow",
     "--answers": "redirect the standard output: > answers.jsonl",
     "--decay-ratio": "leave it out: wsd decays in the last fifth of the steps",
     "--router-bias-rate": "leave it out: the bias of an expert changes by 0.001 per step",
@@ -51,7 +53,7 @@ REMOVED: dict[str, str] = {  # flag -> what to do instead
     "--expert-interval": _KEY,
     "--router-loss-coef": _KEY,
 }
-CONSTANT: dict[str, object] = {  # a saved key -> its default; any other value is refused
+CONSTANT: dict[str, object] = {  # a saved key -> its value today; any other value is refused
     "model": "decoder",
     "tf32": False,
     "max_shard_size": 5 << 30,

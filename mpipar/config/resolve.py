@@ -5,9 +5,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 
-from mpipar.config import layout
 from mpipar.config.combinations import RULES, Rule, broken_of, values_of
-from mpipar.config.grid import GridConfig
+from mpipar.config.grid import GridConfig, matching
 from mpipar.config.model import ModelConfig
 from mpipar.config.presets import PRESETS
 from mpipar.config.sections import Config, settings
@@ -36,12 +35,13 @@ def _choose_batch(config: Config) -> tuple[Config, list[str]]:
     preset, dp, num_mb = PRESETS[config.run.preset], config.grid.dp, config.grid.num_microbatches
     usual = preset["batch_size"]
     rows = config.train.batch_size or -(-usual // (dp * num_mb)) * dp * num_mb
-    note = (
-        f"batch size {usual} of preset {config.run.preset} rounded up to {rows}, a multiple of"
-        f" dp {dp} * {counted(num_mb, 'microbatch')}"
-    )
-    is_rounded = config.train.batch_size is None and rows != usual
-    return replace(config, train=replace(config.train, batch_size=rows)), [note] * is_rounded
+    notes = [
+        (
+            f"batch size {usual} of preset {config.run.preset} rounded up to {rows}, a multiple of"
+            f" dp {dp} * {counted(num_mb, 'microbatch')}"
+        )
+    ] * (config.train.batch_size is None and rows != usual)
+    return replace(config, train=replace(config.train, batch_size=rows)), notes
 
 
 # If one of these is wrong, nothing is chosen, and the checks of other packages do not run: they
@@ -63,14 +63,12 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
     """
     model, given, preset = config.model.completed(), config.grid, PRESETS[config.run.preset]
     axes = (given.dp, given.pp, given.tp)
-    fitting = layout.matching(
-        axes, world_size, model.layers, model.heads, model.whole_kv_heads, given.cp
-    )
+    fitting = matching(axes, world_size, model.layers, model.heads, model.whole_kv_heads, given.cp)
     dp, pp, tp = fitting[0] if fitting else [axis or 1 for axis in axes]
     method = given.cp_attention or ("ring" if given.cp > 1 else None)
     grid = replace(given, dp=dp, pp=pp, tp=tp, cp_attention=method)
     # Microbatches serve pipelines and memory; each costs interpreter time.
-    tokens = (config.train.batch_size or preset["batch_size"]) * model.targets_per_row
+    tokens = (config.train.batch_size or preset["batch_size"]) * model.seq_len
     few = grid.num_ranks == 1 and tokens <= WHOLE_TOKENS
     num_mb = given.num_microbatches or (1 if few else preset["num_microbatches"])
     guessed = set() if fitting else {axis for axis in ("dp", "pp") if getattr(given, axis) is None}

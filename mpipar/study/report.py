@@ -134,7 +134,7 @@ def summary(config: Config, lines, evaluations) -> list[list[str]]:
         )
         speed = median(one["tokens_per_second"] for one in lines)
         found.append(["speed", tables.short_count(speed), "tokens per second, median step"])
-        seen = len(lines) * config.train.batch_size * config.model.targets_per_row
+        seen = len(lines) * config.train.batch_size * config.model.seq_len
         seconds = sum(one["step_seconds"] for one in lines)
         found.append(
             [

@@ -194,7 +194,7 @@ class Worker:
         self.outer = outer_of(config, ops, self.flats, self.comms)
         self.loss_scale = LossScale(config.run)
         assert config.train.batch_size, "the Config is not resolved"
-        self.num_tokens = config.train.batch_size * config.model.targets_per_row
+        self.num_tokens = config.train.batch_size * config.model.seq_len
         self.own_tokens = self.num_tokens // self.grid.size(ISLAND)  # of this rank's island
         self.losses = {}  # of the latest step here, by microbatch
 
@@ -272,7 +272,7 @@ class Worker:
         later step would find it.
         Comm: one sweep of forward passes and one all_reduce over world.
         """
-        total, count = 0.0, rows.rows_of_sweep() * self.config.model.targets_per_row
+        total, count = 0.0, rows.rows_of_sweep() * self.config.model.seq_len
         with self.outer.in_place():
             for number in range(rows.num_sweeps()):
                 batches, counted = rows.filled_sweep(number)

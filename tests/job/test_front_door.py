@@ -1,16 +1,13 @@
 """`mpipar train` as a user starts it: losses, weights and console; test_run_ends.py: its ends."""
 
 import re
-import sys
 import tomllib
-from pathlib import Path
 
 import numpy as np
 import pytest
 from helpers import REPOSITORY, assert_all_close, assert_close, run_command, run_ranks
-from in_process import alone, printed
+from in_process import printed
 from program import (
-    BLOCK,
     LIMIT,
     PROGRAM,
     TEXT,
@@ -22,9 +19,6 @@ from program import (
     section,
     weights,
 )
-
-from mpipar.run import training
-from mpipar.run.console.tables import BARRIER
 
 TOLERANCE = 1e-10
 ONE, EIGHT = (1, 1, 1), (2, 2, 2)  # layouts (dp, pp, tp); lives have the others
@@ -74,42 +68,17 @@ def test_losses_and_weights_equal_one_rank(runs, one_rank):
     assert_all_close(weights(folder), weights(one_rank), TOLERANCE)
 
 
-def test_the_comparison_would_see_a_difference(one_rank, tmp_path, text_file):
-    """Losses fall, and another seed gives other losses: no test above compares constants."""
-    lines = metrics(one_rank)
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
-    other = [*SMALL, "--seed", "6", "--data", text_file, "--out", tmp_path / "run"]
-    assert alone(*other).returncode == 0
-    for key in ("loss", "grad_norm"):
-        with pytest.raises(AssertionError, match=key):
-            assert_close(
-                [line[key] for line in metrics(tmp_path / "run")],
-                [line[key] for line in lines],
-                1e-3,
-                key,
-            )
-    with pytest.raises(AssertionError, match="difference"):
-        assert_all_close(weights(tmp_path / "run"), weights(one_rank), 1e-3)
-
-
 @pytest.mark.parametrize("layout", [ONE, EIGHT], ids=str)
 def test_metrics_have_their_fields(layout, runs):
     folder, _ = runs[layout]
     dp, pp, tp = layout
     num_ranks = dp * pp * tp
-    axes = {axis for axis, n in (("dp", dp), ("pp", pp), ("tp", tp), ("tie", pp)) if n > 1}
-    if num_ranks > 1:
-        axes.add("world")
+    sizes = {"dp": dp, "pp": pp, "tp": tp, "tie": pp, "world": num_ranks}
     for line in metrics(folder):
-        for key in ("loss", "grad_norm", "lr", "step_seconds", "tokens_per_second"):
-            assert isinstance(line[key], float)
-            assert line[key] > 0
         assert line["tokens_per_second"] == pytest.approx(8 * 7 / line["step_seconds"])
-        assert set(line["comm"]) == axes
+        assert set(line["comm"]) == {axis for axis, size in sizes.items() if size > 1}
         for counter in line["comm"].values():
-            assert set(counter) == {"calls", "bytes", "seconds_mean", "seconds_max"}
             assert counter["calls"] > 0
-            assert counter["bytes"] > 0
             assert 0 < counter["seconds_mean"] <= counter["seconds_max"]
         if num_ranks > 1:
             # Summed over ranks: the one barrier of three float64 that each rank takes part in.
@@ -118,12 +87,6 @@ def test_metrics_have_their_fields(layout, runs):
         if pp > 1:  # each microbatch crosses pp - 1 cuts both ways, sent once and received once
             act = 8 * (8 // dp) * 7 * 18  # bytes of all its microbatches' activations
             assert line["comm"]["pp"]["bytes"] == 2 * 2 * (pp - 1) * act * dp * tp
-
-
-def test_learning_rate_warms_up_and_falls(one_rank):
-    rates = [line["lr"] for line in metrics(one_rank)]
-    cosine = [0.05 + 0.45 * 0.5 * (1 + np.cos(np.pi * i / 3)) for i in (1, 2, 3)]
-    assert rates == pytest.approx([0.25, 0.5, *cosine], rel=1e-14)
 
 
 # --- configuration and weights
@@ -139,43 +102,7 @@ def test_resolved_config_reads_back(runs):
     assert tomllib.loads(again) == config
 
 
-def test_config_file_gives_the_same_run(runs, tmp_path, one_rank):
-    """The file of one layout runs on another one, because flags take precedence."""
-    folder, _ = runs[EIGHT]
-    again = tmp_path / "again"
-    words = ["--config", folder / "config.toml", "--out", again]
-    alone("train", *words, "--layout", "dp=1,pp=1,tp=1").ended()
-    assert_all_close(weights(again), weights(one_rank), TOLERANCE)
-
-
 # --- the console: layout, progress, barriers, memory, losses, text
-
-
-STEP_LINE = re.compile(
-    r"step (\d)/5 loss (\d\.\d{4}) norm \d\.\d{3} \d+ ms \S+ tok/s comm \d+% eta \d+:\d\d"
-)
-
-
-def test_console_has_a_line_per_log_interval(runs):
-    folder, text = runs[EIGHT]
-    found = [STEP_LINE.fullmatch(line) for line in text.splitlines() if line.startswith("step ")]
-    assert [match[1] for match in found] == ["1", "2", "4", "5"]
-    lines = metrics(folder)
-    for match in found:
-        assert match[2] == f"{lines[int(match[1]) - 1]['loss']:.4f}"
-
-
-def test_barrier_table_adds_up_to_the_metrics(runs):
-    folder, text = runs[EIGHT]
-    rows = [cells(line) for line in section(text, "barriers of a step")]
-    assert rows[0] == [*BARRIER, "ms mean", "ms max"]
-    calls = {}
-    for row in rows[1:]:
-        calls[row[0]] = calls.get(row[0], 0) + float(row[5])
-    comm = metrics(folder)[-1]["comm"]
-    assert calls == {axis: counter["calls"] for axis, counter in comm.items()}
-    names = {row[1] for row in rows[1:]}
-    assert {"step.norm", "block*.ffn.down", "grads.bucket"} <= names
 
 
 @pytest.mark.parametrize("layout", [ONE, EIGHT], ids=str)
@@ -203,40 +130,20 @@ def test_memory_is_shown_before_it_is_taken(tmp_path):
 
 def test_held_out_loss_and_text_are_those_of_one_rank(runs):
     (_, text), (_, expected) = runs[EIGHT], runs[ONE]
-    held_out = re.compile(
-        r"^held-out loss (\d\.\d{4}) nats per token over ([\d,]+) tokens"
-        r" \(trained on 280 tokens in [\d.]+ s\)$",
-        re.MULTILINE,
-    )
-    assert held_out.search(text).groups() == held_out.search(expected).groups()
-    bigram = re.compile(
-        r"^byte-bigram model of the same split: (\d\.\d{4}); .* worse$", re.MULTILINE
-    )
-    assert bigram.search(text)[1] == bigram.search(expected)[1]
-    title = "text generated from 'The ':\n"
-    shown = text.split(title)[1].split("\n\nbarriers of a step", 1)[0]
-    assert shown == expected.split(title)[1].split("\n\nbarriers of a step", 1)[0]
-    assert shown.startswith("| The ")
-    assert len(shown) > len("The ")
-
-
-def test_a_line_comes_after_ten_seconds_at_the_latest(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "SECONDS", 0.0)
-    words = ["--layers", 1, "--d-model", 8, "--heads", 2, "--seq-len", 8, "--steps", 4]
-    words += ["--sample-tokens", 0, "--eval-tokens", 8, "--log-interval", 9, "--out", "run"]
-    text = alone("train", *words, cwd=tmp_path).ended().stdout
-    assert re.findall(r"^step (\d)/4 loss ", text, re.MULTILINE) == ["1", "2", "3", "4"]
+    for part in (
+        r"^held-out loss (\d\.\d{4}) ",
+        r"^byte-bigram model of the same split: (\d\.\d{4});",
+        r"text generated from 'The ':\n(\| The (?s:.+?))\n\n",
+    ):
+        found = re.search(part, text, re.MULTILINE)[1]
+        assert found == re.search(part, expected, re.MULTILINE)[1]
 
 
 def test_log_file_is_the_console(runs):
     folder, text = runs[EIGHT]
     assert (folder / "log.txt").read_text() == text
-    last = f"weights, checkpoints, metrics, report.html, config.toml and log.txt are in {folder}"
-    assert text.splitlines()[-1] == last
-    made = (
-        "log.txt metrics.jsonl evaluations.jsonl metrics.csv report.html config.toml sources.json"
-    )
-    made += " weights checkpoints result.json"
+    made = """log.txt metrics.jsonl evaluations.jsonl metrics.csv report.html config.toml
+        sources.json weights checkpoints result.json"""
     assert {path.name for path in folder.iterdir()} == {*made.split()}
 
 
@@ -245,8 +152,6 @@ def test_log_file_is_the_console(runs):
 
 SHORT = """train --layers 1 --d-model 8 --heads 1 --seq-len 4 --batch-size 64 --num-microbatches 1
     --steps 2 --sample-tokens 2""".split()
-SCRIPT = Path(sys.executable).with_name("mpipar")
-needs_script = pytest.mark.skipif(not SCRIPT.exists(), reason="mpipar is not installed here")
 
 
 def assert_trained(result, folder):
@@ -257,15 +162,7 @@ def assert_trained(result, folder):
     assert (folder / "weights" / "model.safetensors").exists()
 
 
-@needs_script
-def test_console_script(tmp_path):
-    result = run_command([SCRIPT, *SHORT, *TEXT], LIMIT, environment(), tmp_path)
-    assert_trained(result, tmp_path / "runs" / "0001")
-
-
-@pytest.mark.parametrize(
-    "ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 5))]
-)
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_gets_a_layout(ranks, tmp_path):
     words = [*SHORT, *TEXT, "--layers", "2", "--batch-size", "60"]
     result = run_ranks(ranks, [*PROGRAM, *words], LIMIT, environment(), tmp_path)
@@ -312,11 +209,3 @@ def test_several_ranks_are_refused(tmp_path):
     block_of(result, 69, "unset MPI4PY_LIBMPI, or load your cluster's MPI")
     assert WARNING not in result.stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_a_launcher_of_one_rank_gets_one(tmp_path):
-    variables = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-    result = without_mpi("doctor", env=NOWHERE | variables, cwd=tmp_path)
-    assert "MPICH's mpiexec" in result.stdout
-    assert "MPI library none" in " ".join(result.stdout.split())
-    assert BLOCK not in result.stderr

@@ -13,8 +13,6 @@ from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import Recorder
 from mpipar.study.examples import products, wires
 from mpipar.study.examples.board import Board, ShownComm, printed
-from mpipar.study.examples.context import context
-from mpipar.study.examples.pipeline import pipeline
 
 TOLERANCE = 1e-12
 
@@ -41,7 +39,7 @@ EXAMPLES = {
         4,
         "two stages and two microbatches: what is sent, forward and backward",
         "pp",
-        pipeline,
+        wires.pipeline,
         (2,),
     ),
     "ffn": Example(
@@ -58,7 +56,10 @@ EXAMPLES = {
         8, "replicas read different rows, and sum their gradients", "dp", wires.data_example
     ),
     "context": Example(
-        15, "one row of tokens over all ranks: keys and values travel round a ring", "cp", context
+        15,
+        "one row of tokens over all ranks: keys and values travel round a ring",
+        "cp",
+        products.context,
     ),
     "zero": Example(
         15, "a sharded update: sums are scattered, weights are gathered", "dp", wires.zero_example

@@ -1,18 +1,20 @@
-"""Examples of tensor parallelism: two products, attention by heads, loss over a cut vocabulary."""
+"""Examples of cut layers: two products, attention by heads and by tokens, a cut vocabulary."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from mpipar.comm.grid import Grid, chunk_slice
+from mpipar.comm.grid import Grid, chunk_slice, token_pieces
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.layers.context import Context
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.parallel.column import ColumnLinear
 from mpipar.layers.parallel.linear import Linear
+from mpipar.layers.parallel.local_attention import LocalAttention
+from mpipar.layers.parallel.ring_attention import RingAttention
 from mpipar.layers.parallel.row import RowLinear
-from mpipar.layers.stash import Stash
+from mpipar.layers.stash import Batch, Stash
 from mpipar.study.examples.wires import difference
 
 X = np.array([[1.0, 2.0], [3.0, 1.0]])  # two tokens
@@ -35,6 +37,7 @@ LOGITS = np.array(
     [[2.0, 1.0, 0.0, 3.0, 1.0, 0.0, 2.0, 1.0], [0.0, 4.0, 1.0, 1.0, 2.0, 0.0, 0.0, 1.0]]
 )
 TARGETS = np.array([3, 4])
+LENGTH = 8  # tokens of the example of context parallelism
 
 
 def product(case, group: Comm, kind: type[Linear], name: str, w: np.ndarray) -> Linear:
@@ -149,3 +152,35 @@ def vocabulary(case) -> list[float]:
     losses, gradient, part = loss(case.comm, case.board)
     whole = loss(case.alone, case.silent)
     return [difference(losses, whole[0]), difference(gradient, whole[1][:, part])]
+
+
+def context(case) -> list[float]:
+    """Attend with keys of zero, so that y is the mean of the v that a token sees.
+
+    v of token t is 2t, so the mean over tokens 0 to t is t. Every y can be checked by eye.
+    """
+    q = np.ones((1, LENGTH, 1, 1))
+    k, v = np.zeros(q.shape), 2 * np.arange(float(LENGTH)).reshape(q.shape)
+    held = np.concatenate(
+        [
+            np.arange(one.start, one.stop)
+            for one in token_pieces(LENGTH, "ring", case.comm.size, case.comm.index)
+        ]
+    )
+    case.board.note(
+        "positions of the tokens that each rank holds: from both ends of the row", held[None]
+    )
+    case.board.note("their v", v[0, held, 0, 0][None])
+    case.board.say("k and v travel together, k in the first row and v in the second")
+
+    def attended(method, group, places, all_places):
+        batch = Batch(None, None, places, all_places)
+        mine = [np.ascontiguousarray(one[:, places]) for one in (q, k, v)]
+        return method(case.ops, group, "k and v").forward(*mine, batch)[0][0, :, 0, 0]
+
+    every = np.arange(LENGTH)
+    found = attended(RingAttention, case.comm, held, every)
+    case.board.note(
+        "y, the mean of all v up to its token, equals the token's position", found[None]
+    )
+    return [difference(found, attended(LocalAttention, case.alone, every, None)[held])]

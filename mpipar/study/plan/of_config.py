@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from mpipar import models
 from mpipar.comm.grid import AXES
-from mpipar.config.layout import matching, sizes_text
+from mpipar.config.grid import matching, sizes_text
 from mpipar.config.sections import Config
 from mpipar.errors import UsageError, UserError
 from mpipar.pipeline.schedules.catalog import FAMILIES

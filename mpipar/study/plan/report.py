@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from mpipar.comm.grid import AXES
-from mpipar.config.layout import sizes_text, typed
+from mpipar.config.grid import sizes_text, typed
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.config.text import counted

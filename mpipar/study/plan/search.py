@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from mpipar.config.layout import cuts_heads, divisors
+from mpipar.config.grid import cuts_heads, divisors
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.errors import broken

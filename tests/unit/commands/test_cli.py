@@ -1,9 +1,13 @@
-"""The command line: its output, its refusals with the right code, and the modules it loads."""
+"""The command line: its output, its refusals with the right code, and the modules it loads.
 
-import configparser
-import errno
+Last, each flag and each argument of every command gets values and files that it cannot mean.
+"""
+
+import itertools
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,16 +16,16 @@ import numpy as np
 import pytest
 from config_helpers import reading_of
 from helpers import REPOSITORY, run_command
-from in_process import assert_refused, printed, refusal
+from in_process import alone, assert_refused, at_once, printed, refusal
 from program import block_of, mpipar
 
-from mpipar import __version__, cli, errors
+from mpipar import cli, errors
 from mpipar.config.sections import FIELDS, FLAGS
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError
 from mpipar.models.on_shapes import all_params
-from mpipar.run.process import failure
 from mpipar.run.resolve import resolve
+from mpipar.study.schedules import explorer
 
 LIMIT = 60.0
 MPIPAR = [sys.executable, "-m", "mpipar"]
@@ -77,12 +81,6 @@ def test_output_to_a_full_disk_is_no_defect():
     assert "Traceback" not in done.stderr
 
 
-def test_a_broken_disk_is_said_without_saying_which_way():
-    broken = failure.error_report(OSError(errno.EIO, "Input/output error", "text.txt"), "rank 0")
-    assert broken.exit_code == 74
-    assert broken.what == ("text.txt can't be read or written: Input/output error",)
-
-
 def listed(text):
     """The flags that a help text explains."""
     return re.findall(r"^  (?:-h, )?--([a-z0-9-]+)[ ,\n]", text + "\n", re.MULTILINE)
@@ -106,32 +104,11 @@ def test_help_all_of_a_command_lists_every_flag_with_its_reason(command):
     assert max(map(len, text.splitlines())) <= 100
 
 
-@pytest.mark.parametrize(("words", "refused_flags"), [
-    (["verify", "--print-config", "--trace", "2:3", "--memory-limit=9"],
-     ["--trace", "--memory-limit"]),
-    (["explain", "--steps", "3", "--memory-limit", "9"], ["--steps"]),
-    (["verify", "--print-config", "--eval-interval", "5", "--lr-schedule", "wsd", "--tensorboard"],
-     ["--eval-interval", "--lr-schedule", "--tensorboard"]),
-    (["trace", "run", "--dp", "3"], ["--dp"]),
-])  # fmt: skip
-def test_a_flag_that_a_command_does_not_use_is_refused(words, refused_flags):
-    assert refused(*words) == [
-        f"{word}: mpipar {words[0]} does not use it; leave it out" for word in refused_flags
-    ]
-
-
 def test_a_file_with_the_keys_of_a_run_is_taken_by_every_command(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text('steps = 7\ntrace = "2:3"\n')
     for command in ("verify", "explain"):
         assert "steps = 7" in printed(command, "--config", str(file), "--print-config")
-
-
-def test_version_is_that_of_the_package():
-    setup = configparser.ConfigParser()
-    setup.read(REPOSITORY / "setup.cfg")
-    assert setup["metadata"]["version"] in (__version__, "attr: mpipar.__version__")
-    assert printed("--version") == f"mpipar {__version__}\n"
 
 
 # --- what is loaded
@@ -159,19 +136,6 @@ def test_flags_are_read_and_kernels_chosen_before_numpy_is_loaded():
     assert result.stdout.splitlines() == shown, result.tail()
 
 
-def test_nothing_below_the_command_line_sees_what_argparse_makes():
-    """What was typed goes down as frozen values: arguments of a command, and a Config."""
-    package = REPOSITORY / "mpipar"
-    users = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if "argparse" in path.read_text()
-    }
-    assert users == {"cli.py", "config/flags.py"}
-    for name in cli.COMMANDS:
-        assert cli.command_of(name).arguments.__dataclass_params__.frozen, name
-
-
 # --- all mistakes at once, for every command
 
 
@@ -184,7 +148,7 @@ def test_nothing_below_the_command_line_sees_what_argparse_makes():
         ),
         (
             "schedule --pp four --latency x --compare --svg f --foo",
-            ["--foo", "--pp four", "--latency: 'x'", "leave --svg out"],
+            ["--foo", "--pp four", "--latency x", "leave --svg out"],
         ),
         (
             "ckpt ls runs --step x --max-shard-size 0 --out o",
@@ -199,7 +163,14 @@ def test_nothing_below_the_command_line_sees_what_argparse_makes():
                 "--zero 2: must be one of 0, 1, 3",
             ],
         ),
-        ("learn ffn --seed x --foo", ["--foo", "--seed"]),
+        (
+            "learn ffn --seed x --foo",
+            ["--foo", "--seed: mpipar learn does not use it; leave it out"],
+        ),
+        (
+            "verify --print-config --trace 2:3 --memory-limit=9 --tensorboard",
+            ["--trace", "--memory-limit", "--tensorboard: mpipar verify does not use it"],
+        ),
         ("trace RUN --html a --perfetto ./a --foo", ["--foo", "give two files"]),
     ],
 )
@@ -211,15 +182,6 @@ def test_own_arguments_name_all_mistakes_at_once(words, parts):
 
 
 # --- the resolved configuration
-
-
-def test_print_config_is_toml_for_the_ranks_that_were_started():
-    for world_size, axes in ((1, (1, 1, 1)), (4, (1, 2, 2)), (3, (3, 1, 1))):
-        text = printed("train", "--print-config", ranks=world_size)
-        assert text.startswith("# batch size 16 ") == (world_size == 3), "a comment says: rounded"
-        found = tomllib.loads(text)
-        assert (found["dp"], found["pp"], found["tp"]) == axes
-        assert found["batch-size"] % (found["dp"] * found["num-microbatches"]) == 0
 
 
 def test_print_config_can_be_given_back(tmp_path):
@@ -247,19 +209,6 @@ def test_mistake_is_refused(words, parts):
     found = refused(*words, ranks=2)
     assert len(found) == 1, found
     assert all(part in found[0] for part in parts), found
-
-
-def test_all_mistakes_of_flags_and_a_file_at_once(tmp_path):
-    file = tmp_path / "a.toml"
-    file.write_text("bath-size = 3\nlr = nan\n")
-    words = "--learning-rat 3 --stps 5 --steps x --tp 3 --batch-size 7 --schedule no".split()
-    text = "\n".join(refused("train", *words, "--config", str(file), "--print-config"))
-    expected = [
-        "--learning-rat", "--stps: unknown flag; did you mean --steps?", "--steps x",
-        "bath-size: unknown key; did you mean --batch-size?", "--lr nan", "tp 3",
-        "--heads 4", "--schedule 'no'",
-    ]  # fmt: skip
-    assert [word for word in expected if word not in text] == [], text
 
 
 @pytest.mark.parametrize("words", ["train --help", "explain"])
@@ -308,114 +257,144 @@ def contents(folder):
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
-def check(folder, code, parts, *words, ranks=1):
-    """Check one refusal; the folder must be as it was."""
-    before = contents(folder)
-    assert_refused(
-        code,
-        parts,
-        "train",
-        "--data",
-        "text.txt",
-        *SHORT,
-        "--out",
-        "run",
-        *words,
-        ranks=ranks,
-        folder=folder,
-    )
-    assert contents(folder) == before
-
-
-# --- data and weights
-
-
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("words", "code", "parts"),
     [
-        ("--data nowhere.txt", ["nowhere.txt", "no such file", "looked in"]),
+        ("--data nowhere.txt", 65, ["nowhere.txt", "no such file", "looked in"]),
         (
             "--data ids.bin",
+            65,
             ["ids.bin", "token 300 at position 1", "vocabulary of 256", "--vocab-size 301"],
         ),
-        ("--data text.txt ids.bin", ["mixes token files"]),
-        ("--vocab-size 100", ["text.txt", "outside the vocabulary of 100"]),
-        ("--seq-len 500", ["930 tokens", "fewer than one row to train on", "--seq-len"]),
-        ("--init-from nowhere", ["--init-from nowhere", "nothing is downloaded"]),
-        ("--init-from weights", ["--init-from weights", "config.json: is not an object"]),
-        (
-            "--init-from .",
-            ["--init-from weights", "config.json: is not an object"],
-        ),  # those of a run
+        ("--data text.txt ids.bin", 65, ["mixes token files"]),
+        ("--vocab-size 100", 65, ["text.txt", "outside the vocabulary of 100"]),
+        ("--seq-len 500", 65, ["930 tokens", "fewer than one row to train on", "--seq-len"]),
+        ("--init-from nowhere", 65, ["--init-from nowhere", "nothing is downloaded"]),
+        ("--init-from weights", 65, ["--init-from weights", "config.json: is not an object"]),
+        ("--init-from .", 65, ["--init-from weights", "config.json: is not an object"]),
+        ("--out weights", 2, ["never overwrites"]),
+        ("--out text.txt", 2, ["text.txt is a file"]),
+        ("--out text.txt/run", 74, ["text.txt/run"]),
     ],
 )
-def test_data_and_weights_that_cannot_be_read(words, parts, text_folder):
-    """Other files of data are in test_data.py."""
+def test_what_is_refused_leaves_the_folder_as_it_was(words, code, parts, text_folder):
+    """Other files of data are in test_data.py, combinations of flags in test_combinations.py."""
     np.array([7, 300, 8] * 100, "<u2").tofile(text_folder / "ids.bin")
     (text_folder / "weights").mkdir()
     (text_folder / "weights" / "config.json").write_text("[1, 2]")
-    check(text_folder, 65, parts, *words.split())
-
-
-# --- flags and layout
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words", "parts"),
-    [
-        (1, "--tp 2", ["--tp 2", "on 1 rank", "mpiexec -n 2", "leave an axis out"]),
-        (2, "--dp 2 --pp 2", ["--dp 2 with --pp 2", "on 2 ranks", "mpiexec -n 4"]),
-    ],
-)
-def test_flags_that_cannot_be_meant(ranks, words, parts, text_folder):
-    """Each row of the table of combinations has its test in test_combinations.py."""
-    check(text_folder, 2, parts, *words.split(), ranks=ranks)
-
-
-# --- the run folder
-
-
-def test_folder_of_another_run_is_left_alone(text_folder):
-    (text_folder / "mine").mkdir()
-    (text_folder / "mine" / "notes.txt").write_text("mine")
-    for name, why in (("mine", "never overwrites"), ("text.txt", "text.txt is a file")):
-        check(text_folder, 2, [why], "--out", name)
-
-
-def test_folder_that_cannot_be_made(text_folder):
-    check(text_folder, 74, ["text.txt/run"], "--out", "text.txt/run")
+    before = contents(text_folder)
+    usual = ["--data", "text.txt", *SHORT, "--out", "run"]
+    assert_refused(code, parts, "train", *usual, *words.split(), folder=text_folder)
+    assert contents(text_folder) == before
 
 
 # --- how it reaches the shell
 
 
 def test_all_problems_at_once_and_one_block(text_folder):
+    """Of flags, a file, a relation, the layout, the run folder and the data."""
     (text_folder / "run").mkdir()
     (text_folder / "run" / "notes.txt").write_text("mine")
-    result = mpipar(
-        "train",
-        *SHORT,
-        "--out",
-        "run",
-        "--lr",
-        "-1",
-        "--heads",
-        "3",
-        "--stepps",
-        "4",
-        "--data",
-        "nowhere.txt",
-        ranks=3,
-        cwd=text_folder,
-    )
+    (text_folder / "a.toml").write_text("bath-size = 3\n")
+    words = "--out run --lr -1 --heads 3 --stepps 4 --data nowhere.txt --config a.toml --dp 2"
+    result = mpipar("train", *SHORT, *words.split(), ranks=3, cwd=text_folder)
     block = block_of(result, 2)
     for part in (
         "--stepps",
         "did you mean --steps?",
+        "bath-size: unknown key; did you mean --batch-size?",
         "--lr -1",
         "--heads 3",
+        "mpiexec -n 2",
         "run exists and is not empty",
         "nowhere.txt",
     ):
         assert block.count(part) == 1, (part, result.tail())
-    assert sorted(path.name for path in text_folder.rglob("*")) == ["notes.txt", "run", "text.txt"]
+    names = ["a.toml", "notes.txt", "run", "text.txt"]
+    assert sorted(path.name for path in text_folder.rglob("*")) == names
+
+
+# --- whatever is typed, a command ends with words: no traceback, no silence, no long wait
+
+SMALL = """--layers 1 --d-model 8 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1
+    --data text.txt""".split()
+BASES = {  # of each command, words that are fine
+    "train": [*SMALL, "--steps", "1", "--sample-tokens", "1", "--out", "new"],
+    "generate": ["run", "--sample-tokens", "1"],
+    "verify": SMALL,
+    "data": ["prepare", "text.txt", "--tokenizer", "bytes", "--out", "new"],
+    "ckpt": ["verify", "run"],
+    "schedule": ["1f1b"],
+    "trace": ["run"],
+    "compare": ["run", "run"],
+    "explain": SMALL,
+    "plan": ["tiny", "--ranks", "4", "--machine", "h100"],
+    "learn": [],
+    "net": ["show", "empty"],
+    "doctor": [],
+}
+VALUES = ["", "0", "-1", "1e400", "nan", "-inf", "9" * 30, "9" * 5000, "x", "\u0663", "\udcff"]
+VALUES += ["1.5", ",", "a=b", "2147483648", "1e-320", "\x1b[31m", "%s{}", "a" * 5000, "1:2", "-"]
+FILES = {
+    "empty": b"",
+    "binary": bytes(range(256)) * 9,
+    "\u00fcn\u00ef.txt": "gr\u00f6\u00dfe \U0001f600".encode() * 99,
+    "deep.json": b"[" * 100_000,
+    "object.json": b"{}",
+    "bad.toml": b"a = [\n",
+    "passes.csv": b"0F0,0B0\n",
+}
+WRITTEN = {"--svg", "--csv", "--html", "--perfetto", "--json", "--sheet"}  # a pipe waits, rightly
+BAD = [*VALUES, *FILES, "missing", "folder", "folder/x", "text.txt/x", "pipe", "run"]
+
+
+@pytest.fixture(scope="module")
+def bad_folder(tmp_path_factory):
+    """A folder with bad files, and the run of a small model with a trace."""
+    made = tmp_path_factory.mktemp("bad")
+    for name, content in FILES.items():
+        (made / name).write_bytes(content)
+    (made / "text.txt").write_text("the cat sat on the mat. " * 99)
+    (made / "folder").mkdir()
+    os.mkfifo(made / "pipe")
+    words = ["--steps", "4", "--trace", "2:3", "--sample-tokens", "0", "--out", "run"]
+    alone("train", *SMALL, *words, cwd=made).ended()
+    return made
+
+
+def cases(command):
+    """Command lines with one thing that is bad: each argument and flag in turn.
+
+    The settings of a configuration, which several commands take, are tried with the first.
+    """
+    base, bad = BASES[command], itertools.cycle(BAD)
+    arguments = itertools.takewhile(lambda word: not word.startswith("-"), base)
+    for place, _ in enumerate(arguments):
+        yield from ([*base[:place], one, *base[place + 1 :]] for one in BAD)
+    for action in cli.command_parser(command, every=True)._actions:
+        is_setting = action.dest in FIELDS
+        if action.option_strings and action.nargs != 0 and (command == "train" or not is_setting):
+            name = action.option_strings[-1]
+            bounds = ["-1", "9" * 30] if action.metavar in ("N", "X") else []  # of a number
+            some = [*bounds, *itertools.islice(bad, 1 if is_setting else 6)]
+            yield from (
+                [*base, f"{name}={one}"] for one in some if one != "pipe" or name not in WRITTEN
+            )
+
+
+@pytest.mark.parametrize("command", BASES)
+def test_bad_input_ends_in_words(command, bad_folder, monkeypatch):
+    monkeypatch.setattr(explorer, "known_orders", dict)  # making them all takes seconds
+    for words in cases(command):
+        with at_once():
+            done = alone(command, *words, cwd=bad_folder)
+        text = done.stdout + done.stderr
+        assert done.returncode in {*errors.EXIT_CODES} - {errors.EXIT_INTERNAL}, (words, text)
+        assert text.strip(), words
+        assert "Traceback" not in text, words
+        assert "\x1b" not in text, words
+        shutil.rmtree(bad_folder / "new", ignore_errors=True)
+
+
+def test_every_command_is_tried():
+    assert BASES.keys() == cli.COMMANDS.keys()

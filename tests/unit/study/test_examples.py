@@ -1,12 +1,14 @@
-"""The worked examples of `mpipar learn`, and the exercises of the tour."""
+"""Worked examples of `mpipar learn`, exercises of the tour, and the library used in examples."""
 
 import io
+import re
 import sys
 
 import pytest
-from helpers import REPOSITORY, run_ranks
+from helpers import REPOSITORY, run_command, run_ranks
 from in_process import assert_refused, printed
-from program import LIMIT, environment, mpipar
+from program import LIMIT, environment
+from program import mpipar as start
 
 from mpipar.errors import EXIT_USAGE
 from mpipar.pipeline.csv_format import print_csv
@@ -40,7 +42,7 @@ def test_a_mistake_is_named(case, tmp_path):
 
 def on_two_ranks(folder, *words, code=0):
     """What `mpipar learn` prints on two ranks, in a folder."""
-    result = mpipar("learn", *words, ranks=2, cwd=folder).ended(code)
+    result = start("learn", *words, ranks=2, cwd=folder).ended(code)
     return result.stdout + result.stderr
 
 
@@ -159,3 +161,66 @@ def test_right_answers_pass(tmp_path):
 def test_other_answers_fail(answers, tmp_path):
     result = judged(answers, tmp_path)
     assert result.stdout.count(f"{len(WRONG)} failed") == 4, result.tail()
+
+
+# --- the library that `import mpipar` gives, used as docs/examples uses it
+
+
+DOCS = REPOSITORY / "docs" / "examples"
+PLANTED = """
+import runpy
+from mpipar.comm.group import Comm
+Comm.all_reduce = lambda self, x, name, op="sum": x
+runpy.run_path({!r})
+"""
+
+
+def test_importing_the_package_loads_neither_numpy_nor_mpi():
+    code = ("import sys, mpipar\n"
+            "assert set(mpipar.__all__) == set(mpipar.LIBRARY)\n"
+            "loaded = {name.split('.')[0] for name in sys.modules} & {'numpy', 'mpi4py'}\n"
+            "assert not loaded, loaded\n"
+            "from mpipar import *\n"
+            "assert 'numpy' in sys.modules and 'mpi4py.MPI' not in sys.modules\n"
+            "print(RowLinear.__name__, Grid.__name__, sorted(CUTS)[0])\n")  # fmt: skip
+    result = run_command([sys.executable, "-c", code], LIMIT, environment())
+    assert result.returncode == 0, result.tail()
+    assert result.stdout == "RowLinear Grid column\n"
+
+
+def largest_difference(result) -> float:
+    found = re.search(r"largest difference from one rank: (\S+)\n", result.stdout)
+    assert result.returncode == 0, result.tail()
+    assert found, result.tail()
+    return float(found[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_cut_mlp_of_the_docs_equals_the_whole_one(ranks):
+    """23 channels are padded on three ranks."""
+    result = run_ranks(ranks, [sys.executable, str(DOCS / "cut_mlp.py")], LIMIT, environment())
+    assert largest_difference(result) <= 1e-12
+    barriers = {line for line in result.stdout.splitlines() if line.startswith("all_reduce")}
+    assert barriers == (
+        {f"all_reduce of mlp.{name} over tp" for name in ("up", "down")} if ranks > 1 else set()
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_convolutions_of_the_docs_equal_those_of_one_rank(ranks):
+    """2 images of 5 x 4 places and 3 channels; 10 channels between are padded on four ranks."""
+    program = [sys.executable, str(DOCS / "convolution.py")]
+    result = run_ranks(ranks, program, LIMIT, environment())
+    assert largest_difference(result) <= 1e-12
+    image = 2 * 5 * 4 * 3 * 8  # bytes
+    expected = [
+        f"all_reduce of conv.down over tp, {image} bytes",
+        f"all_reduce of conv.up over tp, {3 * 3 * image} bytes",
+    ]
+    assert result.stdout.splitlines()[1:] == (expected if ranks > 1 else [])
+
+
+@pytest.mark.parametrize("name", ["cut_mlp.py", "convolution.py"])
+def test_an_example_without_its_sums_is_caught(name):
+    program = [sys.executable, "-c", PLANTED.format(str(DOCS / name))]
+    assert largest_difference(run_ranks(2, program, LIMIT, environment())) > 1e-3
