@@ -53,7 +53,7 @@ REMOVED: dict[str, str] = {  # flag -> what to do instead
     "--expert-interval": _KEY,
     "--router-loss-coef": _KEY,
 }
-CONSTANT: dict[str, object] = {  # a saved key -> its value today; any other value is refused
+CONSTANT: dict[str, object] = {  # a saved key -> its default; any other value is refused
     "model": "decoder",
     "tf32": False,
     "max_shard_size": 5 << 30,

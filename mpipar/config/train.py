@@ -14,7 +14,7 @@ class TrainConfig:
     """Steps, batch size, optimizer and learning rate."""
 
     steps: int = setting(
-        300, "number of optimizer steps; 0 = only evaluate the weights, and sample", low=0
+        500, "number of optimizer steps; 0 = only evaluate the weights, and sample", low=0
     )
     batch_size: int | None = setting(
         None, "rows per step over all ranks; a multiple of dp * num-microbatches", low=1, high=2**24
