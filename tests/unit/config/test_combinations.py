@@ -63,7 +63,7 @@ EXAMPLES = {  # row: (flags that break it, on so many ranks; flags that its sent
     "two sources": ("--init-from runs/0001 --resume runs/0002", 1, "--resume never"),
     "late warning": ("--hang-warn 90 --hang-stop 80", 1, "--hang-warn 80"),
     "steps of a trace": ("--trace 12:10", 1, "--trace 10:12"),
-    "trace after the end": ("--trace 400", 1, "--trace 300"),
+    "trace after the end": ("--trace 600", 1, "--trace 500"),
     "costs for nothing": ("--machine costs.json", 1, "--layout auto"),
     "passes of a step": (
         "--schedule interleaved --chunks 64 --num-microbatches 8192", 1, "--num-microbatches 64"
