@@ -4,23 +4,21 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
-from mpipar.config.text import brief, printable, shown
+from mpipar.config.text import brief, printable
 from mpipar.errors import EXIT_OK, DataError, UsageError, UserError, broken
 from mpipar.run.console.progress import progress
 from mpipar.run.console.tables import table
-from mpipar.run.data.dataset import PARTS
-from mpipar.run.data.prepare import BYTES, LEAST_NEW, MOST_NEW, TRAIN, Texts, prepare
+from mpipar.run.data.prepared import BYTES, TRAIN, Texts, prepare
 from mpipar.run.data.source import text_files
-from mpipar.run.data.tokenizer import library_of
 from mpipar.run.files.replace import new_folder
 from mpipar.run.folder import said
 
-NEW = re.compile(rf"{TRAIN}[0-9]{{1,9}}")
+NEW = re.compile(rf"{TRAIN}([0-9]{{3,7}})")
+LEAST_NEW, MOST_NEW = 258, 1 << 20  # ids of a new tokenizer: bytes, end of text, at least one merge
 
 
 @dataclass(frozen=True)
@@ -49,31 +47,25 @@ class Arguments:
 
 def problems(args: Arguments) -> list[UserError]:
     """Return what is wrong with the arguments, and text files that are missing."""
-    missing = text_files(args.texts, "")[1]
-    name, out, action = args.tokenizer or "", args.out or "", args.action or ""
-    trains = name.startswith(TRAIN)
+    missing = text_files(args.texts)[1]
+    name, out = args.tokenizer or "", args.out or ""
+    new = NEW.fullmatch(name)
+    known = LEAST_NEW <= int(new[1]) <= MOST_NEW if new else name == BYTES or os.path.exists(name)
     found = broken(
         (
-            action != "prepare",
-            f"data {brief(action)}: the only action is prepare; type mpipar data prepare TEXT...",
-        ),
-        (not args.texts, "no text files: name files in UTF-8, or folders of them"),
-        (
-            trains and not (NEW.fullmatch(name) and LEAST_NEW <= int(name[6:]) <= MOST_NEW),
-            f"--tokenizer {brief(name)}: a new tokenizer has {LEAST_NEW} to {MOST_NEW:,} ids",
+            args.action != "prepare" or not args.texts,
+            f"data {brief(args.action or '')}: type mpipar data prepare TEXT..., with text files",
         ),
         (
-            name and not trains and name != BYTES and not os.path.exists(name),
+            not known,
             (
-                f"--tokenizer {brief(name)}: no such file or folder; use {BYTES}, a tokenizer.json,"
-                f" a folder with it, or {TRAIN}4096"
+                f"--tokenizer {brief(name)}: is not there; use {BYTES}, a tokenizer.json, a folder"
+                f" with it, or {TRAIN}VOCAB for {LEAST_NEW} to {MOST_NEW:,} ids"
             ),
         ),
-        (not name, f"--tokenizer: is missing; use {BYTES}, a file or folder, or {TRAIN}4096"),
-        (not out or "\0" in out, "--out: is missing; name a new folder"),
         (
-            os.path.lexists(out.replace("\0", "")),
-            f"--out {brief(out)}: exists; prepare never overwrites: name a new one",
+            not out or "\0" in out or os.path.lexists(out),
+            f"--out {brief(out)}: must be a new folder; prepare never overwrites",
         ),
     )
     return [error(texts) for error, texts in ((UsageError, found), (DataError, missing)) if texts]
@@ -85,42 +77,22 @@ def run(context: Context) -> int:
     Raises DataError for files that are not text, and OutputError if the disk is full.
     """
     session, args = context.session, context.args
-    files, _ = text_files(args.texts, "")
-    if args.tokenizer.startswith(TRAIN):
-        library_of(f"--tokenizer {args.tokenizer}")  # before anything is read
-    out = Path(args.out)
+    texts, out = Texts(text_files(args.texts)[0], args.separator, progress), Path(args.out)
     with said(out, "can't be written"):
         out.parent.mkdir(parents=True, exist_ok=True)
         # Whatever ends the process at once also removes the unfinished folder.
-        with new_folder(out) as session.unfinished, progress("text", None, "B") as line:
-            texts = Texts(files, args.separator, partial(tell, line))
-            dataset, tokenizer = prepare(texts, args.tokenizer, session.unfinished)
+        with new_folder(out) as session.unfinished:
+            dataset = prepare(texts, args.tokenizer, session.unfinished)
     session.unfinished = None
     for note in texts.notes():
         print(printable(f"mpipar: {note}"), file=sys.stderr, flush=True)
-    show(dataset, tokenizer, texts.nbytes, out)
-    return EXIT_OK
-
-
-def tell(line, work: str, done: int, total: int) -> None:
-    """Say in a progress line that `done` of `total` bytes of this work are done."""
-    line.set_description_str(work, refresh=False)
-    line.total = total
-    line.update(done - line.n)
-
-
-def show(dataset, tokenizer, size: int, out: Path) -> None:
-    """Print what was written. size: bytes of the text."""
-    parts = [(part, file) for part in PARTS for file in dataset.part(part)]
-    rows = [(part, f"{file.documents:,}", f"{file.tokens:,}") for part, file in parts]
-    print(table([("part", "documents", "tokens"), *rows]))
-    tokens = sum(file.tokens for _, file in parts)
-    kind = "bytes" if tokenizer.is_bytes else "tokenizer"
-    words = (
-        f"{kind}: {dataset.vocab_size:,} ids in {dataset.dtype}, {shown(tokenizer.end)}"
-        f" ends a text; {size / tokens:.2f} bytes of text per token"
+    rows = [(file.name, f"{file.documents:,}", f"{file.tokens:,}") for file in dataset.files]
+    print(table([("file", "documents", "tokens"), *rows]))
+    print(
+        f"{dataset.vocab_size:,} ids in {dataset.dtype}, {dataset.end_of_text} ends a text\n"
+        + printable(f"train on it: mpipar train --data {out}")
     )
-    print(printable(f"{words}\ntrain on it: mpipar train --data {out}"))
+    return EXIT_OK
 
 
 COMMAND = Command(

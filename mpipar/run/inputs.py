@@ -13,15 +13,13 @@ from mpipar.config.sections import Config
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.data import rows
-from mpipar.run.data.dataset import is_dataset
-from mpipar.run.data.source import character_table
+from mpipar.run.data.prepared import is_dataset
 from mpipar.run.data.tokenizer import (
     Tokenizer,
     files_digest,
     has_tokenizer,
     read_files,
     tokenizer_of,
-    unknown_ids,
 )
 from mpipar.run.generation import encode_prompts
 from mpipar.run.resolve import resolve
@@ -101,10 +99,7 @@ def tokenizer_of_run(config, started, tokens) -> Tokenizer:
     prepared = next(filter(is_dataset, config.run.data), None)
     source = started or config.run.init_from
     folder = prepared or (tokenizer_folder(source) if source else None)
-    is_text = tokens.dtype == np.uint8
-    if folder is None and not is_text and character_table(config.run.data):
-        return unknown_ids(config.model.vocab_size)
-    return tokenizer_of(folder, config.model.vocab_size, is_text)
+    return tokenizer_of(folder, config.model.vocab_size, is_text=tokens.dtype == np.uint8)
 
 
 def tokenizer_notes(config, tokenizer: Tokenizer, tokens) -> list[str]:
@@ -116,14 +111,7 @@ def tokenizer_notes(config, tokenizer: Tokenizer, tokens) -> list[str]:
             f"the tokenizer files of --data differ from those of {folder}: where they do, an id"
             " had another meaning when the weights were trained"
         )
-    if tokens.dtype == np.uint8 or any(map(is_dataset, data)):
-        return notes
-    if not source and (table := character_table(data)):
-        notes.append(
-            f"{table} says that ids are characters of nanoGPT; it is a pickle, which is never read,"
-            " so prompts and texts are ids, as in --prompt '12 8 3'"
-        )
-    elif tokenizer.is_bytes:
+    if tokens.dtype != np.uint8 and not any(map(is_dataset, data)) and tokenizer.is_bytes:
         notes.append("a vocabulary of 256 is one of bytes: ids of --data are shown as bytes")
     return notes
 

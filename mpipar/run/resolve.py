@@ -14,7 +14,7 @@ from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Schedule
 from mpipar.run.checkpoint import formats
 from mpipar.run.combinations import RULES
-from mpipar.run.data.dataset import is_dataset, read_dataset
+from mpipar.run.data.prepared import is_dataset, read_dataset
 from mpipar.run.files.settings import ParsedConfig, choice_problems
 from mpipar.run.source import find_source
 

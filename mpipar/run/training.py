@@ -35,7 +35,6 @@ from mpipar.run.console.progress import SECONDS, watched
 from mpipar.run.console.tensorboard import Events, tensorboard_problems
 from mpipar.run.console.time_shares import crowded
 from mpipar.run.data import rows
-from mpipar.run.data.bigram import bigram_loss
 from mpipar.run.data.tokenizer import BYTE_VOCABULARY
 from mpipar.run.files.settings import to_toml
 from mpipar.run.folder import (
@@ -501,7 +500,7 @@ class Run:
         inputs, vocab_size = self.inputs, self.config.model.vocab_size
         # With more ids, a table of pairs would fill the memory.
         if inputs.tokenizer.is_bytes and vocab_size <= BYTE_VOCABULARY:
-            bar = bigram_loss(inputs.train_part, inputs.held_out[: count + 1], vocab_size)
+            bar = rows.bigram_loss(inputs.train_part, inputs.held_out[: count + 1], vocab_size)
             self.log(
                 f"\nbyte-bigram model of the same split: {bar:.4f}; the decoder is"
                 f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}"

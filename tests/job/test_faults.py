@@ -301,7 +301,7 @@ STARTS = (
         "tokens of another format",
         "--data ids.bin",
         65,
-        "HellaSwag",
+        "is outside",
         tokens(1, 2, 3, magic=HELLASWAG, count=3),
     ),
     Start(
@@ -317,7 +317,7 @@ STARTS = (
         "a token outside the vocabulary",
         "--data ids.bin",
         65,
-        "token 300 at position 1",
+        "token 300 is outside",
         tokens(*[7, 300, 8] * 100),
     ),
     Start(13, "less data than two rows", "--seq-len 4000", 65, "fewer than one row to train on"),

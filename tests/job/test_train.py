@@ -240,8 +240,8 @@ def test_with_val_data_all_of_data_is_trained_on(tmp_path):
 @pytest.mark.parametrize(
     ("words", "code", "parts"),
     [
-        ("--val-data nothing.txt", 65, ["--val-data nothing.txt: no such file"]),
-        ("--val-data short.txt", 65, ["--val-data: has 3 tokens, but a row needs 64 + 1"]),
+        ("--val-data nothing.txt", 65, ["nothing.txt: no such file"]),
+        ("--val-data short.txt", 65, ["and 3 tokens, but a row needs 64 + 1"]),
         ("--data text.txt --val-data ids.bin", 65, ["--val-data: either it or --data is text"]),
     ],
 )

@@ -8,25 +8,18 @@ of a microbatch, T tokens that a rank reads of each.
 import numpy as np
 
 from mpipar.comm.grid import ISLAND, token_pieces
-from mpipar.errors import DataError, broken
+from mpipar.errors import DataError
 from mpipar.layers.stash import Batch
 from mpipar.run.data.source import load_source
+from mpipar.run.data.token_file import BLOCK
 
 HELD_OUT = 10  # one part in ten is held out
+PSEUDO_COUNTS = (1.0, 0.3, 0.1, 0.03, 0.01)  # of the bigram model
 
 
 def split(tokens, seq_len: int):
-    """Return the training part and the held-out part: the last tenth, but at least one row.
-
-    Raises DataError if either would be smaller than one row.
-    """
+    """Return the training part and the held-out part: the last tenth, but at least one row."""
     held_out = max(len(tokens) // HELD_OUT, seq_len + 1)
-    if len(tokens) - held_out <= seq_len:
-        raise DataError(
-            f"the data has {len(tokens):,} tokens, fewer than one row to train on and one to"
-            f" hold out (2 x ({seq_len} tokens + 1) = {2 * (seq_len + 1):,}):"
-            " give more data, or a smaller --seq-len"
-        )
     return tokens[:-held_out], tokens[-held_out:]
 
 
@@ -38,50 +31,32 @@ def load(config, thorough: bool = True):
     """
     run, model = config.run, config.model
     source = load_source(run.data, model.vocab_size, thorough)
-    tokens, what, held_out = source.tokens, source.what, source.validation()
+    tokens, held_out, what = source.tokens, source.held_out, source.what
     if tokens is None:
         raise DataError(
             f"--data {run.data[0]}: is held out, as its name says, so there is nothing"
             " to train on; give training files too, or another name"
         )
     if run.val_data:
-        held_out = _val_data(config, thorough)
-        what = f"{what}; held out: {held_out.what}"
-    if held_out is None:
-        return split(tokens, model.seq_len), what
-    flag = "--val-data" if run.val_data else "--data, what it holds out"
-    wrong = [
-        f"{flag}: has {len(part):,} tokens, but a row needs {model.seq_len} + 1: give more"
-        " data, or a smaller --seq-len"
-        for flag, part in (("--data", tokens), (flag, held_out.tokens))
-        if len(part) <= model.seq_len
-    ] + broken(
-        (
-            (tokens.dtype == np.uint8) != (held_out.tokens.dtype == np.uint8),
-            "--val-data: either it or --data is text, the other token files (.bin): give one kind",
-        ),
-        (
-            source.tokenizer and held_out.tokenizer not in ("", source.tokenizer),
-            (
+        other = load_source(run.val_data, model.vocab_size, thorough)
+        held_out = other.tokens if other.held_out is None else other.held_out
+        what = f"{what}; held out: {other.what}"
+        if (tokens.dtype == np.uint8) != (held_out.dtype == np.uint8):
+            raise DataError("--val-data: either it or --data is text, the other tokens")
+        if source.tokenizer and other.tokenizer not in ("", source.tokenizer):
+            raise DataError(
                 "--val-data: its tokens were made by another tokenizer than --data's; prepare"
-                f" it with --tokenizer {', '.join(run.data)}"
-            ),
-        ),
-    )
-    if wrong:
-        raise DataError(wrong)
-    return (tokens, held_out.tokens), what
-
-
-def _val_data(config, thorough: bool):
-    """Return the source of --val-data: what it holds out if it names any, else all of it."""
-    try:
-        source = load_source(config.run.val_data, config.model.vocab_size, thorough)
-    except DataError as error:
+                f" it with --tokenizer {run.data[0]}"
+            )
+    if held_out is None:
+        tokens, held_out = split(tokens, model.seq_len)
+    if min(len(tokens), len(held_out)) <= model.seq_len:
         raise DataError(
-            [text.replace("--data", "--val-data", 1) for text in error.problems]
-        ) from None
-    return source.validation() or source
+            f"the data has fewer than one row to train on or to hold out: {len(tokens):,} and"
+            f" {len(held_out):,} tokens, but a row needs {model.seq_len} + 1; give more data, or a"
+            " smaller --seq-len"
+        )
+    return (tokens, held_out), what
 
 
 def evaluated(part, config):
@@ -217,3 +192,30 @@ class Rows:
         left = self.rows_of_sweep() - number * self.batch_size
         most = min(self.num_microbatches, -(-left // (self.dp_size * self.num_rows)))
         return [*own, *(self._batch([0]) for _ in range(most - len(own)))], len(own)
+
+
+def bigram_loss(train, held_out, vocab_size: int) -> float:
+    """Return the mean loss of a bigram model on the held-out part, in nats per byte.
+
+    The model sees only the previous byte: the baseline for a trained one. Bigrams are counted on
+    the training part, and each row of counts is smoothed with `pseudo * unigram`. Of several pseudo
+    counts, the best one *on the held-out part* is taken, so that the baseline is as strong as this
+    kind of model can make it.
+    """
+    pairs, wanted = (_pairs(part, vocab_size) for part in (train, held_out))
+    unigram = (pairs.sum(0) + 1) / (pairs.sum() + vocab_size)
+    losses = []
+    for pseudo in PSEUDO_COUNTS:
+        smooth = pairs + pseudo * vocab_size * unigram
+        probability = smooth / smooth.sum(1, keepdims=True)
+        losses.append(-(wanted * np.log(probability)).sum() / wanted.sum())
+    return float(min(losses))
+
+
+def _pairs(tokens, vocab_size: int) -> np.ndarray:
+    """Return how often each token follows each other (V, V), reading the text in blocks."""
+    counts = np.zeros(vocab_size**2)
+    for first in range(0, len(tokens) - 1, BLOCK):
+        block = np.asarray(tokens[first : first + BLOCK + 1]).astype(np.int64)
+        counts += np.bincount(block[:-1] * vocab_size + block[1:], minlength=vocab_size**2)
+    return counts.reshape(vocab_size, vocab_size)

@@ -19,8 +19,6 @@ from mpipar.run.files.bounded import problems_as
 from mpipar.run.files.digests import keep, kept, state_of
 
 BLOCK = 1 << 24  # tokens checked at a time
-MOST_IDS = 1 << 32
-MOST_VOCABULARY = 1 << 24  # the largest known vocabulary has about 260,000 ids
 
 
 class Piece(NamedTuple):
@@ -60,7 +58,10 @@ class TokenFiles:
 
     def __array__(self, dtype=None, copy=None):
         """Return the tokens. Raises DataError if a file ends too early or an id is too large."""
-        found = [_read(piece, self.vocab_size) for piece in self.pieces]
+        found = []
+        for piece in self.pieces:
+            found.append(_read(piece))
+            check_ids(piece.file.name, int(found[-1].max(initial=0)), self.vocab_size)
         tokens = found[0] if len(found) == 1 else np.concatenate(found)
         return tokens if dtype is None else tokens.astype(dtype)
 
@@ -74,17 +75,14 @@ class TokenFiles:
         not read again.
         digests: the SHA-256 that each file must have; without them nothing is compared.
         """
-        wrong = []
         for piece, due in itertools.zip_longest(self.pieces, digests):
-            # For a damaged file the digest should be reported, not an id that was never written.
-            found = _whole(piece, self.vocab_size if due is None else MOST_IDS)
+            found, largest = _whole(piece)
             if due is not None and found != due:
-                wrong.append(
-                    f"--data {piece.file.name}: has other tokens than were written:"
+                raise DataError(
+                    f"{piece.file.name}: has other tokens than were written:"
                     f" SHA-256 {found[:16]}..., not {due[:16]}..."
                 )
-        if wrong:
-            raise DataError(wrong)
+            check_ids(piece.file.name, largest, self.vocab_size)
 
 
 def pieces_of(arrays) -> list[Piece]:
@@ -120,55 +118,38 @@ def fingerprint(arrays: Sequence, digests: Mapping[str, str]) -> dict:
     return found | {"sha256": digest.hexdigest()}
 
 
-def _whole(piece: Piece, vocab_size: int) -> str:
-    """Return the SHA-256 of a piece's whole file, all of whose ids are below the size."""
+def _whole(piece: Piece) -> tuple[str, int]:
+    """Return the SHA-256 of a piece's whole file, and the largest of its ids."""
     file, known = piece.file, kept(piece.file)
-    form, largest = f"{named(piece.dtype)} from byte {piece.start}", known.get("largest")
-    if known.get("tokens") == form and type(largest) is int and largest < vocab_size:
-        return known["sha256"]
+    form = f"{piece.dtype.name} from byte {piece.start}"
+    if known.get("tokens") == form and type(known.get("largest")) is int:
+        return known["sha256"], known["largest"]
     state, largest = state_of(file), 0
     digest = hashlib.sha256(os.pread(file.fileno(), piece.start, 0))
     for first in range(piece.first, piece.last, BLOCK):
-        tokens = _read(piece._replace(first=first, last=min(first + BLOCK, piece.last)), vocab_size)
+        tokens = _read(piece._replace(first=first, last=min(first + BLOCK, piece.last)))
         digest.update(tokens.data)
         largest = max(largest, int(tokens.max()))
     keep(file, state, {"sha256": digest.hexdigest(), "tokens": form, "largest": largest})
-    return digest.hexdigest()
+    return digest.hexdigest(), largest
 
 
-def _read(piece: Piece, vocab_size: int) -> np.ndarray:
+def _read(piece: Piece) -> np.ndarray:
     """Return the tokens of a piece."""
     tokens, done = np.empty(piece.last - piece.first, piece.dtype), 0
     view, start = memoryview(tokens.view(np.uint8)), piece.start + piece.first * tokens.itemsize
-    with problems_as(DataError, f"--data {piece.file.name}"):
+    with problems_as(DataError, piece.file.name):
         while read := os.preadv(piece.file.fileno(), [view[done:]], start + done):
             done += read  # one call reads at most 2 GiB
         if done < len(view):
-            left = os.fstat(piece.file.fileno()).st_size - piece.start
-            raise ValueError(
-                f"ends at token {max(0, left // tokens.itemsize):,}, but tokens up to"
-                f" {piece.last:,} were there: it was truncated while it was being read"
-            )
-    check_ids(piece.file.name, tokens, vocab_size, piece.first)
+            raise ValueError("ends before its last token: it was truncated while it was being read")
     return tokens
 
 
-def named(dtype: np.dtype) -> str:
-    """Return the name of a type of ids, with its byte order if that is not the usual one."""
-    return f"{'big-endian ' if dtype.str[0] == '>' else ''}{dtype.name}"
-
-
-def check_ids(name, tokens: np.ndarray, vocab_size: int, first: int = 0) -> None:
-    """Raise DataError if an id is outside the vocabulary. first: the position of these tokens."""
-    largest = int(tokens.max(initial=0))
-    if largest < vocab_size:
-        return
-    at = int(np.argmax(tokens >= vocab_size))
-    cures = [f"type --vocab-size {largest + 1} or more"] * (largest < MOST_VOCABULARY)
-    if tokens.dtype != np.uint8:
-        size = "" if tokens.itemsize < 4 else "; ids above 65,535 have 32 or 64 bits"
-        cures.append(f"is it a file of {named(tokens.dtype)} ids?{size}")
-    raise DataError(
-        f"--data: {name}: token {int(tokens[at])} at position {first + at:,} is outside the"
-        f" vocabulary of {vocab_size:,}; {', or '.join(cures)}"
-    )
+def check_ids(name, largest: int, vocab_size: int) -> None:
+    """Raise DataError if the largest id of a file is outside the vocabulary."""
+    if largest >= vocab_size:
+        raise DataError(
+            f"{name}: token {largest} is outside the vocabulary of {vocab_size:,}; type"
+            f" --vocab-size {largest + 1} or more, or give ids of this vocabulary"
+        )

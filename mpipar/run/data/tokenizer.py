@@ -8,9 +8,11 @@ is a DataError. Nothing is downloaded.
 """
 
 import hashlib
+import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from mpipar.config.text import brief
-from mpipar.errors import DataError, EnvironmentProblem
+from mpipar.errors import DataError, EnvironmentProblem, UserError
 from mpipar.run.files.bounded import parse_json, problems_as, read_bytes
 from mpipar.run.files.recognize import BYTE_ORDER_MARK, HEAD, recognized
 from mpipar.run.files.replace import replace_file
@@ -40,9 +42,9 @@ MOST_BYTES = 128 << 20  # of one file; the largest known one has about 35 MB
 MOST_IDS = 1 << 24  # the largest known vocabulary has about 260,000 ids
 MOST_GROWTH = 256  # characters that a tokenizer may make of one
 MOST_TEMPLATE = 1 << 15  # bytes of what describes the tokens around a text
+NEW_TEXT = re.compile(r'"(?:content|prepend)":"((?:[^"\\]|\\.)*)"')  # in a normalizer or decoder
 END = "<|endoftext|>"
 ENDS = (END, "<|end_of_text|>", "</s>", "<eos>")  # looked for if no file says which one it is
-TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized")  # of an added token
 BYTES = 256
 BYTE_VOCABULARY = 512  # a model with more ids, including padding, is not one of bytes
 
@@ -106,11 +108,6 @@ class Tokenizer:
         return files_digest(self.files)
 
 
-def unknown_ids(vocab_size: int) -> Tokenizer:
-    """Return plain ids, with a file that says that they are not bytes."""
-    return Ids(vocab_size, files={SETTINGS: settings_file(False)}, what="ids")
-
-
 class Ids(Tokenizer):
     """Ids written as words: without a known tokenizer, a model reads and writes `464 318`."""
 
@@ -140,18 +137,15 @@ class HuggingFace(Tokenizer):
         return 1 + max(self.library.get_vocab(with_added_tokens=False).values(), default=0)
 
     def encode(self, text: str) -> list[int]:
-        with asked(self.what):
-            return self.library.encode(text, add_special_tokens=False).ids
+        return self.encode_all([text])[0].tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
         self.library.encode_special_tokens = False
-        try:
-            with asked(self.what):
-                return self.library.encode(text).ids
-        finally:
-            self.library.encode_special_tokens = True
+        with asked(self.what):
+            return self.library.encode(text).ids
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        self.library.encode_special_tokens = True
         with asked(self.what):
             found = self.library.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, np.uint32) for one in found]
@@ -163,16 +157,16 @@ class HuggingFace(Tokenizer):
 
 @contextmanager
 def asked(what: str) -> Iterator[None]:
-    """Turn whatever the library `tokenizers` raises inside into a DataError of one sentence."""
+    """Turn whatever is raised inside, also by the library, into a DataError of one sentence."""
     try:
         yield
     except BaseException as error:
         # A panic of the library, which has no class to import, is no Exception.
         is_theirs = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if isinstance(error, DataError) or not is_theirs:
+        if isinstance(error, UserError) or not is_theirs:
             raise
         raise DataError(
-            f"{what}: the library tokenizers cannot use it: {brief(str(error), 200)}"
+            f"{what}: this tokenizer cannot be used: {brief(str(error), 200)}"
         ) from None
 
 
@@ -197,13 +191,12 @@ def load_tokenizer(path) -> Tokenizer:
     for of_bytes in (byte_tokenizer(), byte_tokenizer(end=True)):
         if files.get(TOKENIZER) == of_bytes.files[TOKENIZER]:
             return of_bytes
-    library = _library(path, files)
-    vocabulary = library.get_vocab()
-    size = max(vocabulary.values(), default=-1) + 1
-    if not 1 < size <= MOST_IDS:
-        raise DataError(f"{path}: the tokenizer has {size:,} ids; 2 to {MOST_IDS:,} are supported")
-    end = _end(path, files, vocabulary, library.get_added_tokens_decoder())
-    return HuggingFace(size, end, files, f"tokenizer of {path}", library)
+    with asked(str(path)):
+        library = _library(path, files)
+        size = max(library.get_vocab().values(), default=-1) + 1
+        if not 1 < size <= MOST_IDS:
+            raise ValueError(f"it has {size:,} ids; 2 to {MOST_IDS:,} are supported")
+        return HuggingFace(size, _end(files, library), files, f"tokenizer of {path}", library)
 
 
 def files_digest(files: dict[str, bytes]) -> str:
@@ -227,10 +220,8 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
     is_text: whether the model is trained on text without a tokenizer, and so on bytes.
     Raises as `load_tokenizer` does, and DataError if it has more ids than the model.
     """
-    if folder is None or not any(os.path.exists(Path(folder) / name) for name in FILES):
+    if folder is None or not has_tokenizer(Path(folder)):
         return byte_tokenizer() if is_text else default_tokenizer(vocab_size)
-    if not is_text and not has_tokenizer(Path(folder)):
-        return Ids(vocab_size, what="ids")  # of a tokenizer that is not known here
     found = load_tokenizer(folder)
     if is_text and not found.is_bytes:
         raise DataError(
@@ -279,26 +270,30 @@ def library_of(where):
 
 
 def _library(path: Path, files: dict[str, bytes]):
-    """Return the library's object for the files of a tokenizer."""
+    """Return the library's object for the files of a tokenizer. Raises what the library does."""
     tokenizers = library_of(path)
-    with asked(f"{path}"):
-        if TOKENIZER in files:
-            library = tokenizers.Tokenizer.from_str(_text(files[TOKENIZER]))
-        else:
-            library = _of_gpt2(tokenizers, path, files)
-        library.no_truncation()
-        library.no_padding()
-        if hasattr(library.model, "dropout"):
-            library.model.dropout = None  # chance: for the training of other programs
-        _add_named(tokenizers, library, path, files)
-        _check_growth(library, path)
-    library.encode_special_tokens = True  # for texts; prompts ask for special tokens
+    if TOKENIZER in files:
+        library = tokenizers.Tokenizer.from_str(_text(files[TOKENIZER]))
+    else:
+        library = _of_gpt2(tokenizers, files)
+    library.no_truncation()
+    library.no_padding()
+    if hasattr(library.model, "dropout"):
+        library.model.dropout = None  # chance: for the training of other programs
+    _add_named(tokenizers, library, files)
+    kinds = (library.normalizer, library.decoder, library.post_processor)
+    *texts, template = [bytes(one.__getstate__()).decode() if one else "" for one in kinds]
+    growth = max(math.prod(max(1, len(new)) for new in NEW_TEXT.findall(one)) for one in texts)
+    if growth > MOST_GROWTH or len(template) > MOST_TEMPLATE:
+        raise ValueError(
+            f"it can make more than {MOST_GROWTH} characters or ids of one, so a text has no bound"
+        )
     return library
 
 
-def _of_gpt2(tokenizers, path: Path, files: dict[str, bytes]):
+def _of_gpt2(tokenizers, files: dict[str, bytes]):
     """Return the library's object for GPT-2's two files, as transformers reads them."""
-    vocabulary = _json(path / "vocab.json", files["vocab.json"])
+    vocabulary = _json(files, "vocab.json")
     lines = _text(files["merges.txt"]).replace("\r\n", "\n").split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
     library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
@@ -309,51 +304,24 @@ def _of_gpt2(tokenizers, path: Path, files: dict[str, bytes]):
     return library
 
 
-def _add_named(tokenizers, library, path: Path, files: dict[str, bytes]) -> None:
+def _add_named(tokenizers, library, files: dict[str, bytes]) -> None:
     """Add the tokens that only added_tokens.json or tokenizer_config.json names, with their ids.
 
-    Raises DataError if such a file gives a token another id than the tokenizer does.
+    Raises ValueError if such a file gives a token another id than the tokenizer does.
     """
-    added = _json(path / ADDED, files.get(ADDED, b"{}"))
-    named = {str(number): {"content": content} for content, number in added.items()}
-    named |= _json(path / SETTINGS, files.get(SETTINGS, b"{}")).get("added_tokens_decoder") or {}
-    for number, token in sorted(named.items(), key=lambda one: (len(one[0]), one[0])):
-        content = token.get("content") if isinstance(token, dict) else None
-        if not number.isdecimal() or not isinstance(content, str):
-            continue
-        if library.token_to_id(content) is None:
-            options = {name: token[name] for name in TOKEN_OPTIONS if type(token.get(name)) is bool}
-            special = bool(token.get("special"))
-            one = tokenizers.AddedToken(content, special=special, **options)
-            (library.add_special_tokens if special else library.add_tokens)([one])
-        if (found := library.token_to_id(content)) != int(number):
-            raise DataError(
-                f"{path}: its files give the token {brief(content)} the id {int(number):,}, but the"
-                f" tokenizer gives it {found}; let transformers save the tokenizer again"
+    named = {
+        place: {"content": token, "special": True} for token, place in _json(files, ADDED).items()
+    }
+    more = _json(files, SETTINGS).get("added_tokens_decoder") or {}
+    named |= {int(place): token for place, token in more.items()}
+    for place, token in sorted(named.items()):
+        if library.token_to_id(token["content"]) is None:
+            library.add_tokens([tokenizers.AddedToken(**token)])
+        if (found := library.token_to_id(token["content"])) != place:
+            raise ValueError(
+                f"its files give the token {brief(token['content'])} the id {place:,}, and it gives"
+                f" {found}; let transformers save it again"
             )
-
-
-def _check_growth(library, path: Path) -> None:
-    """Raise DataError if a few characters or ids can become any amount of text or ids."""
-    kinds = (library.normalizer, library.decoder, library.post_processor)
-    texts = [bytes(one.__getstate__()).decode() if one else "null" for one in kinds]
-    growth = max(_growth(json.loads(text)) for text in texts[:2])
-    if growth > MOST_GROWTH or len(texts[2]) > MOST_TEMPLATE:
-        raise DataError(
-            f"{path}: this tokenizer can make more than {MOST_GROWTH} characters or ids of one, so"
-            " a text has no bound; give another"
-        )
-
-
-def _growth(part) -> int:
-    """Return the most characters that a normalizer or decoder makes of one."""
-    if isinstance(part, list):
-        return math.prod(map(_growth, part))
-    if not isinstance(part, dict):
-        return 1
-    new = part.get("content") or part.get("prepend") or ""
-    own = len(new) + 1 if part.get("type") == "Prepend" else max(1, len(new))
-    return own * math.prod(map(_growth, part.values()))
 
 
 def _text(content: bytes) -> str:
@@ -361,13 +329,9 @@ def _text(content: bytes) -> str:
     return content.decode(errors="replace").removeprefix("\ufeff")
 
 
-def _json(path: Path, content: bytes) -> dict:
-    """Return the object in a JSON file. Raises DataError."""
-    with problems_as(DataError, str(path)):
-        found = parse_json(_text(content), huge=True)
-        if not isinstance(found, dict):
-            raise ValueError("must hold an object, as in {}")
-    return found
+def _json(files: dict[str, bytes], name: str) -> dict:
+    """Return the object in a JSON file, {} without it. Raises ValueError."""
+    return parse_json(_text(files.get(name, b"{}")), huge=True)
 
 
 def settings_file(end: bool) -> bytes:
@@ -382,17 +346,20 @@ def _byte_file(end: bool) -> bytes:
     A byte that is a visible letter of Latin-1 stands for itself; the others take the letters from
     U+0100 on, in order.
     """
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(BYTES) if byte not in visible)
-    letters = {byte: chr(byte) for byte in visible}
-    letters |= {byte: chr(BYTES + place) for place, byte in enumerate(others)}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    level["use_regex"] = False
-    special = {"id": BYTES, "content": END} | dict.fromkeys(TOKEN_OPTIONS, False)
-    vocabulary = {letters[byte]: byte for byte in range(BYTES)}
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = itertools.count(BYTES)
+    vocabulary = {chr(one if one in visible else next(others)): one for one in range(BYTES)}
+    level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = {"id": BYTES, "content": END} | options | {"special": True}
     found = {
         "version": "1.0",
-        "added_tokens": [special | {"special": True}] if end else [],
+        "added_tokens": [special] if end else [],
         "normalizer": None,
         "pre_tokenizer": level,
         "post_processor": None,
@@ -402,12 +369,10 @@ def _byte_file(end: bool) -> bytes:
     return json.dumps(found).encode()
 
 
-def _end(path: Path, files: dict, vocabulary: dict, added: dict) -> int | None:
+def _end(files: dict[str, bytes], library) -> int | None:
     """Return the id that ends a text: as the files say, else a known special token, or None."""
-    for name in (SETTINGS, "special_tokens_map.json"):
-        named = _json(path / name, files.get(name, b"{}")).get("eos_token")
-        named = named.get("content") if isinstance(named, dict) else named
-        if isinstance(named, str) and named in vocabulary:
-            return vocabulary[named]
-    known = {token.content: number for number, token in added.items()}
-    return next((known[name] for name in ENDS if name in known), None)
+    named = _json(files, SETTINGS).get("eos_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    special = {token.content: place for place, token in library.get_added_tokens_decoder().items()}
+    found = [library.token_to_id(named) if named else None, *map(special.get, ENDS)]
+    return next((one for one in found if one is not None), None)

@@ -264,11 +264,15 @@ def contents(folder):
         (
             "--data ids.bin",
             65,
-            ["ids.bin", "token 300 at position 1", "vocabulary of 256", "--vocab-size 301"],
+            ["ids.bin", "token 300 is outside", "vocabulary of 256", "--vocab-size 301"],
         ),
         ("--data text.txt ids.bin", 65, ["mixes token files"]),
         ("--vocab-size 100", 65, ["text.txt", "outside the vocabulary of 100"]),
-        ("--seq-len 500", 65, ["930 tokens", "fewer than one row to train on", "--seq-len"]),
+        (
+            "--seq-len 500",
+            65,
+            ["429 and 501 tokens", "fewer than one row to train on", "--seq-len"],
+        ),
         ("--init-from nowhere", 65, ["--init-from nowhere", "nothing is downloaded"]),
         ("--init-from weights", 65, ["--init-from weights", "config.json: is not an object"]),
         ("--init-from .", 65, ["--init-from weights", "config.json: is not an object"]),

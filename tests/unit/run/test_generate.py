@@ -4,7 +4,6 @@ tests/equal/run/test_weights_and_text.py shows that every layout draws the same 
 """
 
 import json
-import re
 import shutil
 from dataclasses import replace
 
@@ -210,21 +209,6 @@ def test_texts_end_as_the_files_beside_the_weights_say(config, generation, expec
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert generate_command.ends_of(tmp_path, default_tokenizer(601), 601) == expected
-
-
-def test_characters_of_nanogpt_are_ids_in_training_and_after_it(tmp_path):
-    """Its meta.pkl says that the ids are not bytes; as a pickle, it is never opened."""
-    for name, count in (("train.bin", 900), ("val.bin", 90)):
-        (np.arange(count, dtype="<u2") % 14).tofile(tmp_path / name)
-    (tmp_path / "meta.pkl").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    words = ["--data", tmp_path, "--steps", 1, "--layers", 1, "--d-model", 8, "--heads", 1]
-    words += ["--seq-len", 8, "--batch-size", 4, "--sample-tokens", 3]
-    result = alone("train", *words, "--out", tmp_path / "run").ended()
-    assert "meta.pkl says that ids are characters of nanoGPT" in result.stdout
-    assert re.search(r"text generated from '\d+':\n\| \d+ ", result.stdout)
-    again = alone("generate", tmp_path / "run", "--prompt", "12 8", "--sample-tokens", 3).ended()
-    assert len(again.stdout.split()) == 5
-    assert again.stdout.startswith("12 8 ")
 
 
 @pytest.mark.text

@@ -1,34 +1,204 @@
-"""`mpipar data prepare`: text files to a folder of tokens, whole or not at all, and back."""
+"""`mpipar data prepare`: documents of text files to a folder of tokens, and back."""
 
 import errno
+import gzip
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
-import sys
 import time
-import tracemalloc
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from damage import flip
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from in_process import StandIn, alone, assert_refused, printed
 from one_rank import fresh
 from program import PROGRAM, environment
-from tokenizers_made import save_tokenizer
+from tokenizers_made import save_like_llama, save_tokenizer
 
 from mpipar import cli
 from mpipar.config.text import harmless
 from mpipar.errors import DataError, OutputError
 from mpipar.run.checkpoint.weights import save
-from mpipar.run.data import prepare as prepare_module
-from mpipar.run.data.dataset import read_dataset
+from mpipar.run.data import documents as documents_module
+from mpipar.run.data import prepared as prepared_module
+from mpipar.run.data.documents import BLOCK, is_held_out, read_documents, text_pieces
+from mpipar.run.data.prepared import read_dataset
 from mpipar.run.data.source import load_source
 from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.data.tokenizer import END, FILES, load_tokenizer
+
+# --- documents and their parts
+
+LETTERS = st.text(alphabet="ab-\u00e4\u4e2d\U0001f600 \n", max_size=60)
+SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=4)
+
+
+def in_pieces(text, sizes):
+    """The text in pieces of these lengths, over and over."""
+    found, first = [], 0
+    while first < len(text):
+        size = sizes[len(found) % len(sizes)]
+        found.append(text[first : first + size])
+        first += size
+    return found
+
+
+def parts_of(pieces, separator=None, longest=1 << 20):
+    """The parts of each document of a text that comes in pieces; longest: characters of a part."""
+    found = [[]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents_module, "LONGEST", longest)
+        for text, ends in documents_module._split(pieces, separator, Counter()):
+            found[-1].append(text)
+            if ends:
+                found.append([])
+    assert found.pop() == []
+    return found
+
+
+@given(
+    text=LETTERS,
+    sizes=SIZES,
+    separator=st.sampled_from(["-", "--", "-a-", "aa", "\u4e2d"]),
+    longest=st.integers(2, 70),
+)
+def test_a_separator_may_lie_across_pieces_and_parts(text, sizes, separator, longest):
+    found = parts_of(in_pieces(text, sizes), separator, longest)
+    assert ["".join(one) for one in found] == text.split(separator)
+
+
+@given(text=LETTERS, sizes=SIZES, longest=st.integers(1, 70))
+def test_parts_cover_each_document_and_end_with_a_line(text, sizes, longest):
+    (parts,) = parts_of(in_pieces(text, sizes), None, longest)
+    assert "".join(parts) == text
+    assert all(part.endswith("\n") or len(part) == longest for part in parts[:-1])
+    assert all(len(part) <= longest for part in parts[:-1])
+    assert len(parts[-1]) <= 2 * longest
+    assert parts_of([text], None, longest) == [parts], "the cuts do not depend on the pieces"
+
+
+@given(st.lists(st.text(alphabet="a\u00e4\u4e2d\U0001f600\n")), st.integers(1, 9))
+def test_text_is_read_in_blocks_of_any_size(texts, size):
+    content = "".join(texts).encode()
+    blocks = [content[first : first + size] for first in range(0, len(content), size)]
+    assert "".join(text_pieces(blocks)) == "".join(texts)
+
+
+def ids_of(tokenizer, parts):
+    """The ids of a document."""
+    return [number for ids in tokenizer.encode_all(parts) for number in ids.tolist()]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, 600)
+    return load_tokenizer(folder)
+
+
+SOME = ["the", "encoder", "JSON", "\u00e4", "\u4e2d\u6587", "\U0001f600", "\n\n", "  ", " ", ", "]
+SOME += ["1234", "it's", "object", "_", "(self)", ".\n"]
+WORDS = st.lists(st.sampled_from(SOME), max_size=40).map("".join)
+LINES = st.lists(WORDS, max_size=8).map("\n".join)
+
+
+@pytest.mark.text
+@settings(max_examples=200)
+@given(text=LINES, longest=st.integers(300, 600))
+def test_ids_of_parts_are_those_of_the_documents(text, longest, tokenizer):
+    """Each second half of `longest` characters has the end of a line here."""
+    text = "\n".join(f"x{line[:100]}." for line in text.split("\n"))
+    (parts,) = parts_of(in_pieces(text, [17, 40]), None, longest)
+    assert ids_of(tokenizer, parts) == tokenizer.encode(text)
+
+
+@pytest.mark.text
+def test_ids_differ_where_a_cut_joins_text_or_halves_a_word(tokenizer, tmp_path):
+    """Llama 2's joins text across lines, so only a document without a cut has its own ids."""
+    save_like_llama(tmp_path)
+    like_llama, text = load_tokenizer(tmp_path), json.__doc__ * 3 + "\u00e4 \u4e2d\u6587" * 9
+    for longest, same in ((len(text), True), (len(text) // 2 - 1, False)):
+        (parts,) = parts_of([text], None, longest)
+        assert (ids_of(like_llama, parts) == like_llama.encode(text)) is same
+    text = "ab" * 20 + "the encoder of an object " * 40 + "\u00e4" * 777
+    (parts,) = parts_of(in_pieces(text, [640]), None, 101)
+    assert tokenizer.decode(ids_of(tokenizer, parts)) == text
+    assert ids_of(tokenizer, parts) != tokenizer.encode(text)
+
+
+def test_one_document_in_ten_is_held_out():
+    count = sum(is_held_out(str(number)) for number in range(5000))
+    assert abs(count - 500) < 6 * 21
+    beginning = "x" * documents_module.HEAD
+    assert is_held_out(beginning) == is_held_out(beginning + "y")
+
+
+MARK = b"\xef\xbb\xbf"
+DOCUMENTS = ["one", "t\u00e4o\nlines", "\u2028 \U0001f600", "x" * 9000]
+LINES_OF_JSON = "\n".join(json.dumps({"id": 1, "text": text}) for text in DOCUMENTS).encode()
+
+
+@pytest.mark.parametrize(("name", "content", "documents"), [
+    ("a.jsonl", LINES_OF_JSON, DOCUMENTS), ("a.ndjson", LINES_OF_JSON + b"\n\n", DOCUMENTS),
+    ("a.JSONL", LINES_OF_JSON.replace(b"\n", b"\r\n"), DOCUMENTS),
+    ("a.jsonl", MARK + LINES_OF_JSON, DOCUMENTS), ("a.txt", LINES_OF_JSON, DOCUMENTS),
+    ("a.jsonl", b'{"text": ""}\n' + LINES_OF_JSON, DOCUMENTS),
+    ("a.txt", b"one--two", ["one", "two"]), ("a.txt", b"", []), ("a.txt", b"--", []),
+    ("a.txt", b"three--", ["three"]), ("a.txt", MARK + b"text", ["text"]),
+    ("a.html", b"<!doctype html>", ["<!doctype html>"]),
+])  # fmt: skip
+def test_documents_are_lines_of_json_or_what_is_between_separators(
+    name, content, documents, tmp_path
+):
+    seen = []
+    (tmp_path / name).write_bytes(content)
+    found = list(read_documents(tmp_path / name, "--", Counter(), seen.append))
+    assert found == [(text, True) for text in documents]
+    assert sum(seen) == len(content)
+
+
+@pytest.mark.parametrize(("line", "part"), [
+    (b'{"txt": "a"}', "must be an object with a text named"), (b'{"text": 3}', "must be an object"),
+    (b'["text"]', "must be an object"), (b"text", "is not JSON"), (b'{"text": "a', "is not JSON"),
+    (b'{"text": "\\ud800"}', "half a character"), (b'{"text": "a", "text": "b"}', "twice"),
+    (b"\xff", "is not UTF-8"), (b"\0" * 99, "is zero"), (b"[" * 100_000, "nested"),
+    (b'{"text": "' + b"x" * 20_000 + b'"}', "is not JSON"),
+])  # fmt: skip
+def test_a_line_of_json_that_is_no_document(line, part, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents_module, "MOST_LINE", 10_000 if b"x" in line[:11] else 1 << 20)
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(LINES_OF_JSON + b"\n" + line + b"\n")
+    with pytest.raises(DataError, match=rf"a.jsonl: line 5: .*{part}"):
+        list(read_documents(path, None, Counter()))
+
+
+@pytest.mark.parametrize(("content", "part"), [
+    (gzip.compress(b"text", mtime=0), "gzip"), (pickle.dumps({"text": 1}), "pickle"),
+    (b"PAR1" + b"x" * 99, "Parquet"), (b"PK\3\4" + b"x" * 99, "zip archive"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
+    (b"<!DOCTYPE html>\n<html></html>", "a web page"), ("text".encode("utf-16"), "UTF-16"),
+    ("text".encode("utf-16-be"), "byte 0 is zero"), (b"ab\0", "byte 2 is zero"),
+    (b"GGUF" + b"x" * 99, "GGUF"), (b'[{"text": "a"},\n {"text": "b"}]', "a JSON array"),
+    (MARK + b"te\xff", "byte 5 cannot be decoded"), (b"x" * BLOCK + b"yz\0", f"{BLOCK + 2:,} is"),
+    (b"x" * (BLOCK - 1) + "\u00e4".encode() + b"\x80", f"byte {BLOCK + 1:,} cannot be decoded"),
+    (b"x" * (BLOCK - 1) + "\U0001f600".encode()[:3], f"byte {BLOCK - 1:,} cannot be decoded"),
+])  # fmt: skip
+def test_a_file_that_is_no_text_is_named(content, part, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=f"{path}: is .*{part}"):
+        list(read_documents(path, None, Counter()))
+
+
+# --- what is written
 
 STORIES = [
     f"Story {number}: the encoder of object {number * 7} is \u00e4 \u4e2d.\n" * 3
@@ -44,85 +214,70 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def prepared(*words, out="out"):
+def prepared(tokenizer="bytes", *words, texts="stories.txt", separator="<sep>", out="out"):
     """What `data prepare` prints, and what dataset.json says then."""
-    text = printed("data", "prepare", *words, "--out", out)
+    more = ("--separator", separator) if separator else ()
+    text = printed("data", "prepare", texts, "--tokenizer", tokenizer, *more, "--out", out)
     return text, json.loads((Path(out) / "dataset.json").read_text())
 
 
-def documents_of(folder, part):
-    """The ids of each document of a part, in order, without the id that ends it."""
-    found, _ = read_dataset(folder)
-    ids = np.concatenate(
-        [
-            np.fromfile(folder / file.name, f"<{np.dtype(found.dtype).str[1:]}")
-            for file in found.part(part)
-        ]
-    )
-    ends = np.flatnonzero(ids == found.end_of_text)
-    assert ends[-1] == len(ids) - 1
-    assert len(ends) == sum(file.documents for file in found.part(part))
-    return [ids[first:last].tolist() for first, last in zip([0, *ends[:-1] + 1], ends, strict=True)]
+def documents_of(out="out"):
+    """The ids of each document of both parts, in order, without the id that ends it."""
+    found, parts = read_dataset(Path(out))[0], []
+    for file in found.files:
+        ids = np.fromfile(Path(out, file.name), f"<{np.dtype(found.dtype).str[1:]}")
+        ends = np.flatnonzero(ids == found.end_of_text)
+        assert ends[-1] == len(ids) - 1
+        assert (len(ends), len(ids)) == (file.documents, file.tokens)
+        assert hashlib.sha256(Path(out, file.name).read_bytes()).hexdigest() == file.sha256
+        bounds = zip([0, *ends[:-1] + 1], ends, strict=True)
+        parts.append([ids[first:last].tolist() for first, last in bounds])
+    return parts
+
+
+def texts_of(out="out"):
+    """The text of each document of both parts that were prepared as bytes."""
+    return [[bytes(ids).decode() for ids in part] for part in documents_of(out)]
 
 
 def test_bytes_of_documents_between_separators(here):
-    text, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes")
+    text, found = prepared()
     assert (found["dtype"], found["vocab_size"], found["end_of_text"]) == ("uint16", 257, 256)
-    parts = {part: documents_of(here / "out", part) for part in ("train", "val")}
-    texts = {part: [bytes(ids).decode() for ids in parts[part]] for part in parts}
-    assert sorted(texts["train"] + texts["val"]) == sorted(STORIES)
-    assert [one for one in STORIES if one in texts["train"]] == texts["train"]
-    assert 0 < len(texts["val"]) < 20
-    assert "bytes: 257 ids in uint16, 256 ends a text; " in text
+    train, held_out = texts_of()
+    assert sorted(train + held_out) == sorted(STORIES)
+    assert [one for one in STORIES if one in train] == train
+    assert 0 < len(held_out) < 20
     assert text.endswith("train on it: mpipar train --data out\n")
-    for file in found["files"]:
-        content = (here / "out" / file["name"]).read_bytes()
-        assert hashlib.sha256(content).hexdigest() == file["sha256"]
-        assert len(content) == 2 * file["tokens"]
-    assert sorted(path.name for path in (here / "out").iterdir()) == [
-        "dataset.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "train.bin",
-        "val.bin",
-    ]
+    names = ["dataset.json", "tokenizer.json", "tokenizer_config.json", "train.bin", "val.bin"]
+    assert sorted(path.name for path in Path("out").iterdir()) == names
     assert not list(here.glob("*.partial*"))
 
 
-def test_the_last_tenth_of_one_document(here):
-    whole = (here / "stories.txt").read_text(encoding="utf-8")
-    prepared("stories.txt", "--tokenizer", "bytes")
-    train, held_out = (np.fromfile(f"out/{part}.bin", "<u2") for part in ("train", "val"))
-    assert bytes([*train.tolist(), *held_out[:-1].tolist()]).decode() == whole
-    assert held_out[-1] == 256
-    assert len(held_out) == (len(whole.encode()) + 1) // 10
-
-
-def test_a_file_is_a_document_without_a_separator(here):
-    for number, story in enumerate(STORIES):
-        (here / "in" / f"{number % 3}").mkdir(parents=True, exist_ok=True)
-        (here / "in" / f"{number % 3}" / f"{number}.txt").write_text(story, encoding="utf-8")
+def test_a_document_is_a_file_or_a_line_of_json(here):
+    """Of a single one, the last tenth is held out."""
+    lines = "".join(json.dumps({"text": story}) + "\n" for story in STORIES[:20])
+    for number, story in enumerate([lines, *STORIES[20:]]):
+        path = here / "in" / str(number % 3) / f"{number}.{'txt' if number else 'jsonl'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(story, encoding="utf-8")
     (here / "in" / ".hidden").write_bytes(b"\0")
-    prepared("in", "--tokenizer", "bytes")
-    found = documents_of(here / "out", "train") + documents_of(here / "out", "val")
-    assert sorted(bytes(ids).decode() for ids in found) == sorted(STORIES)
+    prepared(texts="in", separator=None)
+    train, held_out = texts_of()
+    assert sorted(train + held_out) == sorted(STORIES)
+    prepared(separator=None, out="one")
+    train, held_out = (np.fromfile(f"one/{part}.bin", "<u2").tolist() for part in ("train", "val"))
+    whole = (here / "stories.txt").read_bytes()
+    assert bytes([*train, *held_out[:-1]]) == whole
+    assert (len(held_out), held_out[-1]) == ((len(whole) + 1) // 10, 256)
 
 
 @pytest.mark.text
 def test_a_new_tokenizer_is_the_same_in_every_run(here):
-    text, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "train:300")
+    _, found = prepared("train:300")
     assert (found["vocab_size"], found["end_of_text"]) == (300, 0)
-    assert "tokenizer: 300 ids in uint16, 0 ends a text" in text
-    _, again = prepared(
-        "stories.txt", "--separator", "<sep>", "--tokenizer", "train:300", out="again"
-    )
-    assert again == found
-    tokenizer = load_tokenizer("out")
-    assert sorted(
-        tokenizer.decode(ids)
-        for part in ("train", "val")
-        for ids in documents_of(here / "out", part)
-    ) == sorted(STORIES)
+    assert prepared("train:300", out="again")[1] == found
+    tokenizer, (train, held_out) = load_tokenizer("out"), documents_of()
+    assert sorted(map(tokenizer.decode, train + held_out)) == sorted(STORIES)
     transformers = pytest.importorskip("transformers", reason="text: transformers is missing")
     theirs = transformers.AutoTokenizer.from_pretrained("out")
     assert theirs.eos_token == END
@@ -131,102 +286,46 @@ def test_a_new_tokenizer_is_the_same_in_every_run(here):
 
 @pytest.mark.text
 def test_many_ids_are_uint32(here, monkeypatch):
-    monkeypatch.setattr(prepare_module, "WIDE", 300)
+    monkeypatch.setattr(prepared_module, "WIDE", 300)
     save_tokenizer(here / "model")
-    _, found = prepared("stories.txt", "--tokenizer", "model")
-    assert found["dtype"] == "uint32"
+    assert prepared("model")[1]["dtype"] == "uint32"
     assert load_source(("out",), 400).tokens.dtype == np.uint32
 
 
-def test_folders_of_earlier_versions_with_several_files_are_read(here):
-    _, found = prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes")
-    before = load_source(("out",), 257)
-    files = []
-    for file in found["files"]:
-        content, part = (here / "out" / file["name"]).read_bytes(), file["name"][:-4]
-        for number, piece in enumerate((content[:200], content[200:])):
-            name = f"{part}-{number:05d}.bin"
-            (here / "out" / name).write_bytes(piece)
-            digest = hashlib.sha256(piece).hexdigest()
-            documents = file["documents"] * number
-            files.append(file | {"name": name, "tokens": len(piece) // 2, "sha256": digest})
-            files[-1]["documents"] = documents
-        (here / "out" / file["name"]).unlink()
-    (here / "out" / "dataset.json").write_text(json.dumps(found | {"files": files}))
-    after = load_source(("out",), 257)
-    assert after.what == before.what
-    np.testing.assert_array_equal(after.tokens, before.tokens)
-    np.testing.assert_array_equal(after.held_out, before.held_out)
-
-
-@pytest.mark.slow
-def test_a_large_file_is_read_in_pieces(here):
-    """One document of 48 MB: what is held in memory is a small part of it."""
-    size = 48 << 20
-    line = b"a line of text with nothing new in it\n"
-    with open("large.txt", "wb") as file:
-        file.writelines(line * (1 << 10) for _ in range(size // len(line) >> 10))
-    tracemalloc.start()
-    prepared("large.txt", "--tokenizer", "bytes")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < size / 2, peak
-
-
-def test_json_lines_are_documents(here):
-    lines = "".join(json.dumps({"text": story}) + "\n" for story in STORIES)
-    (here / "stories.jsonl").write_text(lines)
-    text, _ = prepared("stories.jsonl", "--tokenizer", "bytes")
-    parts = {part: documents_of(here / "out", part) for part in ("train", "val")}
-    texts = [bytes(ids).decode() for ids in parts["train"] + parts["val"]]
-    assert sorted(texts) == sorted(STORIES)
-    assert parts["val"]
-    assert "0.99 bytes of text per token" in text
-
-
-@pytest.mark.parametrize(("text", "words", "parts"), [
-    (f"a story{END}" * 60, [], [f"contains {END} 60 times", f"--separator '{END}'"]),
-    ("a story</s>" * 9, ["--separator", "<sep>"], ["</s> 9 times", "'<sep>' does not occur in"]),
-    (f"a story{END}" * 60, ["--separator", END], []),
-    ("a story\r\n\r\n" * 9, ["--separator", "\n\n"],
-     ["'\\n\\n' does not occur in", r"its lines end with CRLF: type --separator $'\r\n\r\n'"]),
-    ("a story\r\n\r\n" * 9, ["--separator", "\r\n\r\n"], []),
-    ("a story\n\n" * 9, ["--separator", "\n\n"], []),
-    ("a story\r\n" * 9, ["--separator", "==="], ["'===' does not occur in"]),
+@pytest.mark.parametrize(("text", "separator", "parts"), [
+    (f"a story{END}" * 60, "===", [f"contains {END} 60 times", f"'{END}'", "'===' does not occur"]),
+    (f"a story{END}" * 60, END, []), ("a story\n\n" * 9, "\n\n", []),
+    ("a story\r\n\r\n" * 9, "\n\n", ["'\\n\\n' does not occur in", "CRLF"]),
+    ("a story\r\n\r\n" * 9, "\r\n\r\n", []),
 ])  # fmt: skip
-def test_separators_that_are_not_given_or_do_not_occur(text, words, parts, here, capsys):
+def test_separators_that_are_not_given_or_do_not_occur(text, separator, parts, here, capsys):
     (here / "a.txt").write_bytes(text.encode())
-    words = ["data", "prepare", "a.txt", "--tokenizer", "bytes", "--out", "out", *words]
-    cli.main(words, StandIn())
+    words = ["data", "prepare", "a.txt", "--tokenizer", "bytes", "--out", "out"]
+    cli.main([*words, "--separator", separator], StandIn())
     said = capsys.readouterr().err
-    assert len(said.splitlines()) == len([part for part in parts if "type" not in part]) - (
-        END in text and bool(parts)
-    )
-    for part in parts:
-        assert part in said
+    assert all(part in said for part in parts)
+    assert bool(said) == bool(parts)
 
 
-def test_the_first_document_is_trained_on_and_its_equals(here):
+@pytest.mark.parametrize(
+    "texts", [["same"] * 20, ["one of them", "same"] * 9, STORIES[:2], ["x" * 30]]
+)
+def test_the_first_document_is_trained_on_and_its_equals(texts, here):
     """Nothing is held out by chance, or all: then the last tenth of the tokens is."""
-    for texts in (["same"] * 20, ["one of them", "same"] * 9, STORIES[:2], ["x" * 30]):
-        (here / "a.txt").write_text("<sep>".join(texts), encoding="utf-8")
-        prepared("a.txt", "--separator", "<sep>", "--tokenizer", "bytes")
-        train, held_out = (np.fromfile(f"out/{part}.bin", "<u2") for part in ("train", "val"))
-        assert len(train)
-        assert len(held_out)
-        count = len("".join(texts).encode()) + len(texts)
-        assert len(train) + len(held_out) == count
-        documents = [file.documents for file in read_dataset(here / "out")[0].files]
-        assert sum(documents) == len(texts)
-        shutil.rmtree("out")
+    (here / "a.txt").write_text("<sep>".join(texts), encoding="utf-8")
+    _, found = prepared(texts="a.txt")
+    train, held_out = (np.fromfile(f"out/{part}.bin", "<u2") for part in ("train", "val"))
+    assert len(train)
+    assert len(held_out)
+    assert len(train) + len(held_out) == len("".join(texts).encode()) + len(texts)
+    assert sum(file["documents"] for file in found["files"]) == len(texts)
 
 
 def test_what_a_killed_preparation_left_is_removed(here):
-    for number in (2**22 + 1, os.getpid()):  # the first is above the largest process number
+    for number in (2**22 + 1, 1):  # the first is above the largest process number
         (here / f"out.partial-{number}").mkdir()
         (here / f"out.partial-{number}" / "train.bin").write_bytes(b"ab")
-    (here / f"out.partial-{os.getpid()}").rename(here / "out.partial-1")
-    prepared("stories.txt", "--tokenizer", "bytes")
+    prepared()
     assert [path.name for path in here.glob("out.partial-*")] == ["out.partial-1"]
 
 
@@ -234,46 +333,31 @@ def test_what_a_killed_preparation_left_is_removed(here):
 
 
 @pytest.mark.parametrize(("words", "parts"), [
-    ("", ["data : the only action is", "no text files", "--tokenizer: is", "--out: is missing"]),
+    ("", ["data : type mpipar data prepare TEXT", "--tokenizer : is not there", "--out : must be"]),
     ("prepare stories.txt --tokenizer train:257 --out stories.txt",
-     ["train:257: a new tokenizer has 258 to 1,048,576", "--out stories.txt: exists"]),
+     ["train:257: is not there", "258 to 1,048,576", "--out stories.txt: must be a new folder"]),
     ("prepare stories.txt --tokenizer train:1e4 --out out --seprator x",
-     ["train:1e4: a new tokenizer has", "did you mean --separator"]),
+     ["train:1e4: is not there", "did you mean --separator"]),
     ("prepare stories.txt nowhere --tokenizer byte --out out --separator=",
-     ["nowhere: no such file", "byte: no such file", "--separator '': must not be empty"]),
-    ("prepare stories.txt --tokenizer bytes --out=", ["--out: is missing"]),
-    ("list stories.txt --tokenizer bytes --out out", ["data list: the only action is"]),
+     ["nowhere: no such file", "byte: is not there", "--separator '': must not be empty"]),
+    ("list stories.txt --tokenizer bytes --out out", ["data list: type mpipar data prepare"]),
 ])  # fmt: skip
 def test_all_mistakes_of_the_arguments_at_once(words, parts, here):
     assert_refused(2, parts, "data", *words.split())
 
 
+OF_BYTES = ("--tokenizer", "bytes", "--out", "out")
+
+
 @pytest.mark.parametrize(("name", "content", "part"), [
     ("zero.txt", b"text\0", "zero.txt: is not text: byte 4 is zero"),
-    ("latin.txt", b"caf\xe9 au lait", "latin.txt: is not UTF-8 text: byte 3 cannot be decoded"),
     ("empty.txt", b"", "there is too little text: 0 tokens"), ("missing.txt", None, "no such file"),
     ("short.txt", b"a", "there is too little text"),
 ])  # fmt: skip
 def test_files_without_text(name, content, part, here):
     if content is not None:
         (here / name).write_bytes(content)
-    assert_refused(65, [part], "data", "prepare", name, "--tokenizer", "bytes", "--out", "out")
-    assert not list(here.glob("out*"))
-
-
-def test_a_new_tokenizer_needs_the_library(here, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert_refused(
-        69,
-        ["pip install '.[text]'"],
-        "data",
-        "prepare",
-        "stories.txt",
-        "--tokenizer",
-        "train:300",
-        "--out",
-        "out",
-    )
+    assert_refused(65, [part], "data", "prepare", name, *OF_BYTES)
     assert not list(here.glob("out*"))
 
 
@@ -282,31 +366,19 @@ def test_a_tokenizer_without_an_end_of_text(here):
     save_tokenizer(here / "model")
     path = here / "model" / "tokenizer.json"
     path.write_text(path.read_text().replace(END, "<unk>"))
-    assert_refused(
-        65,
-        ["no file says which id ends a text", "eos_token"],
-        "data",
-        "prepare",
-        "stories.txt",
-        "--tokenizer",
-        "model",
-        "--out",
-        "out",
-    )
+    words = "data prepare stories.txt --tokenizer model --out out".split()
+    assert_refused(65, ["no file says which id ends a text", "eos_token"], *words)
     (here / "model" / "tokenizer_config.json").write_text('{"eos_token": "<unk>"}')
-    assert prepared("stories.txt", "--tokenizer", "model")[1]["end_of_text"] == 0
+    assert prepared("model")[1]["end_of_text"] == 0
 
 
-@pytest.mark.parametrize("place", ["write", "described"])
-def test_a_full_disk_leaves_nothing(place, here, monkeypatch):
+def test_a_full_disk_leaves_nothing(here, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(prepare_module.Part, place, full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OutputError, match=r"out: can't be written: No space left") as caught:
-        cli.main(
-            ["data", "prepare", "stories.txt", "--tokenizer", "bytes", "--out", "out"], StandIn()
-        )
+        cli.main(["data", "prepare", "stories.txt", *OF_BYTES], StandIn())
     assert caught.value.exit_code == 74
     assert not list(here.glob("out*"))
 
@@ -314,12 +386,11 @@ def test_a_full_disk_leaves_nothing(place, here, monkeypatch):
 @pytest.mark.slow
 def test_a_signal_leaves_nothing(tmp_path):
     """Also a program that ends at once takes its half-written folder with it."""
-    with open(tmp_path / "text.txt", "wb") as file:
-        file.writelines(b"some text to read\n" * 4096 for _ in range(4000))
-    words = [*PROGRAM, "data", "prepare", "text.txt", "--tokenizer", "bytes", "--out", "out"]
+    (tmp_path / "text.txt").write_bytes(b"some text to read\n" * (4096 * 4000))
     process = subprocess.Popen(
-        words, cwd=tmp_path, stderr=subprocess.DEVNULL, env={**os.environ, **environment()}
-    )
+        [*PROGRAM, "data", "prepare", "text.txt", *OF_BYTES],
+        cwd=tmp_path, stderr=subprocess.DEVNULL, env={**os.environ, **environment()},
+    )  # fmt: skip
     try:
         end = time.monotonic() + 60
         while not list(tmp_path.glob("out.partial-*/train.bin")):
@@ -339,7 +410,7 @@ def test_a_signal_leaves_nothing(tmp_path):
 
 @pytest.fixture
 def folder(here):
-    prepared("stories.txt", "--separator", "<sep>", "--tokenizer", "bytes")
+    prepared()
     return here / "out"
 
 
@@ -350,14 +421,11 @@ def problems(folder, vocab_size=257, thorough=True):
 
 
 def test_what_is_read_back(folder):
-    source = load_source((str(folder),), 300)
-    found, digest = read_dataset(folder)
-    assert source.what == (
-        f"{sum(file.tokens for file in found.files):,} tokens (uint16)"
-        f" of 40 documents from {folder}"
-    )
-    assert source.tokens.digest == source.validation().tokens.digest == digest
-    assert len(source.tokens) == sum(file.tokens for file in found.part("train"))
+    source, (found, digest) = load_source((str(folder),), 300), read_dataset(folder)
+    tokens = [file.tokens for file in found.files]
+    assert source.what == f"{sum(tokens):,} tokens (uint16) of 40 documents from {folder}"
+    assert source.tokens.digest == source.held_out.digest == digest
+    assert [len(source.tokens), len(source.held_out)] == tokens
 
 
 def test_files_that_are_not_what_was_written(folder):
@@ -371,8 +439,6 @@ def test_files_that_are_not_what_was_written(folder):
     path.unlink()
     os.mkfifo(path)
     assert "is a folder, a pipe or a device" in problems(folder)
-    path.unlink()
-    assert "No such file" in problems(folder)
 
 
 def test_another_tokenizer_and_a_small_model(folder):
@@ -381,198 +447,101 @@ def test_another_tokenizer_and_a_small_model(folder):
     assert "the tokenizer is not the one that made the tokens" in problems(folder)
     (folder / "tokenizer.json").unlink()
     assert "no tokenizer here" in problems(folder)
-    with pytest.raises(DataError, match="a prepared folder is given alone; leave out other"):
+    with pytest.raises(DataError, match="a prepared folder is given alone"):
         load_source(("other", str(folder)), 257)
 
 
-NAMES = "does not name train.bin and val.bin, each once"
-
-
 @pytest.mark.parametrize(("change", "part"), [
-    ({"format": 2}, "has format 2; this version reads 1"), ({"format": 0}, "format 0"),
-    ({"dtype": "int64"}, "names the dtype 'int64'"), ({"vocab_size": 2**40}, "vocabulary of"),
-    ({"files": []}, NAMES), ({"files": "train"}, "must be a list"),
+    ({"format": 2}, "prepare the data again"), ({"dtype": "int64"}, "prepare the data again"),
+    ({"vocab_size": 2**40}, "prepare the data again"), ({"files": []}, "prepare the data again"),
     ({"more": 1}, "unknown key 'more'"), ({"tokenizer": "a\nb"}, "not a legal str"),
-    ({"files/0/name": "../out/train.bin"}, NAMES), ({"files/0/name": "/etc/passwd"}, NAMES),
-    ({"files/0/name": "val.bin"}, NAMES), ({"files/0/name": "test.bin"}, NAMES),
-    ({"files/0/tokens": -1}, "without tokens"), ({"files/0/tokens": 2**60}, "train.bin: has"),
-    ({"files/0/tokens": 1.5}, "not a legal int"),
-    ({"files/0/sha256": "x" * 64}, "other tokens than were written"),
-    ({"files/0/sha256": ""}, "other tokens than were written"),
+    ({"name": "../out/train.bin"}, "prepare the data again"), ({"tokens": -1}, "train.bin: has"),
+    ({"tokens": 2**60}, "train.bin: has"), ({"sha256": ""}, "other tokens than were written"),
 ])  # fmt: skip
 def test_a_description_that_cannot_be(change, part, folder):
-    path = folder / "dataset.json"
-    content = json.loads(path.read_text())
-    for key, value in change.items():
-        *way, last = key.split("/")
-        inside = content
-        for step in way:
-            inside = inside[int(step) if step.isdigit() else step]
-        inside[last] = value
-    path.write_text(json.dumps(content))
+    content = json.loads((folder / "dataset.json").read_text())
+    (content["files"][0] if change.keys() <= content["files"][0].keys() else content).update(change)
+    (folder / "dataset.json").write_text(json.dumps(content))
     assert part in problems(folder)
 
 
 # --- runs on a prepared folder: the vocabulary, the held-out part, resuming, and text
 
-
-SMALL = (
-    "--layers",
-    1,
-    "--d-model",
-    8,
-    "--heads",
-    2,
-    "--ffn",
-    8,
-    "--seq-len",
-    16,
-    "--batch-size",
-    4,
-    "--num-microbatches",
-    1,
-)
-
-
-def prepare(tokenizer, out):
-    prepared("stories.txt", "--separator", "<sep>", "--tokenizer", tokenizer, out=out)
-
-
-@pytest.fixture
-def of_bytes(here):
-    """The folder to work in, with prepared data of 257 ids in `bytes`."""
-    prepare("bytes", "bytes")
-    return here
+SMALL = """--layers 1 --d-model 8 --heads 2 --ffn 8 --seq-len 16 --batch-size 4
+    --num-microbatches 1""".split()
 
 
 @pytest.mark.parametrize(
-    ("words", "size"),
-    [
-        ((), 257),
-        (("--vocab-size", 300), 300),
-        (("--preset", "gpt2"), 50257),
-        (("--config", "a.toml"), 400),
-    ],
+    ("words", "size"), [((), 257), (("--vocab-size", 300), 300), (("--config", "a.toml"), 400)]
 )
-def test_the_model_has_the_vocabulary_of_its_data(words, size, of_bytes):
-    (of_bytes / "a.toml").write_text("vocab-size = 400\n")
-    text = printed("train", "--print-config", "--data", "bytes", *words)
+def test_the_model_has_the_vocabulary_of_its_data(words, size, folder):
+    Path("a.toml").write_text("vocab-size = 400\n")
+    text = printed("train", "--print-config", "--data", "out", *words)
     assert f"\nvocab-size = {size}\n" in text
     assert ("# --vocab-size 257, the vocabulary of the data" in text) == (size == 257)
 
 
-def test_the_fingerprint_covers_all_files(of_bytes):
+def test_the_fingerprint_covers_all_files(folder):
     def found(name):
         source = load_source((name,), 257)
         arrays = [source.tokens, source.held_out]
-        digests = {
-            piece.file.name: hashlib.sha256((of_bytes / piece.file.name).read_bytes()).hexdigest()
-            for piece in pieces_of(arrays)
-        }
+        files = [piece.file.name for piece in pieces_of(arrays)]
+        digests = {name: hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in files}
         return fingerprint(arrays, digests)["files"]
 
-    before = found("bytes")
-    shutil.copytree("bytes", "copy")
-    assert found("copy") == before
-    path = of_bytes / "copy" / "dataset.json"
+    shutil.copytree("out", "copy")
+    assert found("copy") == found("out")
+    path = Path("copy", "dataset.json")
     path.write_text(path.read_text() + " ")  # such as another tokenizer of the same tokens
-    assert found("copy") != before
+    assert found("copy") != found("out")
 
 
 @pytest.mark.text
-def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(of_bytes):
+def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
     """The run keeps the tokenizer from its first step on; another data folder is refused."""
-    save_tokenizer(of_bytes / "model")
-    prepare("model", "data")
-    result = alone(
-        "train",
-        "--data",
-        "data",
-        "--out",
-        "run",
-        "--steps",
-        2,
-        *SMALL,
-        "--sample-tokens",
-        5,
-        cwd=of_bytes,
-    )
-    assert result.returncode == 0, result.tail()
+    save_tokenizer(here / "model")
+    prepared("model")
+    words = ["--data", "out", "--out", "run", "--steps", "2", *SMALL, "--sample-tokens", "5"]
+    result = alone("train", *words, cwd=here).ended()
     assert "V 400, tied head" in result.stdout
-    source = load_source(("data",), 400)
+    source = load_source(("out",), 400)
     assert f"{len(source.tokens):,} to train on, {len(source.held_out):,} held out" in result.stdout
     said = result.stdout.split("text generated from 'The ':\n")[1].split("\n\n")[0]
     said = "\n".join(line.removeprefix("| ") for line in said.splitlines())
     kept = load_tokenizer("run/weights")
     assert kept.digest == load_tokenizer("model").digest
-    assert (
-        json.loads((of_bytes / "run/weights/generation_config.json").read_text())["eos_token_id"]
-        == kept.end
-        == 0
-    )
-    assert {path.name for path in (of_bytes / "run" / "weights").iterdir()} & {*FILES} == {
-        "tokenizer.json"
-    }
-    again = alone(
-        "generate",
-        "run",
-        "--sample-tokens",
-        5,
-        cwd=of_bytes,
-    )
+    beside = json.loads(Path("run/weights/generation_config.json").read_text())
+    assert beside["eos_token_id"] == kept.end == 0
+    assert {path.name for path in Path("run/weights").iterdir()} & {*FILES} == {"tokenizer.json"}
+    again = alone("generate", "run", "--sample-tokens", 5, cwd=here)
     assert harmless(again.stdout).rstrip() == said.rstrip()
-    shutil.copytree("data", "other")
-    path = of_bytes / "other" / "train.bin"
-    flip(path, 0)
-    words = ("train", "--resume", "auto", "--out", "run", "--steps", 3)
-    assert_refused(65, ["has other tokens than were written"], *words, "--data", "other")
-    description = json.loads((of_bytes / "other" / "dataset.json").read_text())
-    description["files"][0]["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    (of_bytes / "other" / "dataset.json").write_text(json.dumps(description))
-    assert_refused(65, ["--data: has changed since the checkpoint"], *words, "--data", "other")
-    np.testing.assert_array_equal(load_source(("other",), 400).tokens[4:], source.tokens[4:])
+    shutil.copytree("out", "other")
+    flip(Path("other", "train.bin"), 0)
+    words = ("train", "--resume", "auto", "--out", "run", "--steps", 3, "--data", "other")
+    assert_refused(65, ["has other tokens than were written"], *words)
+    description = json.loads(Path("other", "dataset.json").read_text())
+    digest = hashlib.sha256(Path("other", "train.bin").read_bytes()).hexdigest()
+    description["files"][0]["sha256"] = digest
+    Path("other", "dataset.json").write_text(json.dumps(description))
+    assert_refused(65, ["--data: has changed since the checkpoint"], *words)
 
 
-def test_a_large_vocabulary_has_no_table_of_pairs(of_bytes):
+def test_a_large_vocabulary_has_no_table_of_pairs(folder):
     """The square of 50,257 numbers would take 20 GB."""
-    done = alone(
-        "train",
-        "--data",
-        "bytes",
-        *SMALL,
-        "--vocab-size",
-        600,
-        "--steps",
-        1,
-        "--sample-tokens",
-        0,
-        "--eval-tokens",
-        64,
-        cwd=of_bytes,
-    ).ended()
+    words = "--vocab-size 600 --steps 1 --sample-tokens 0 --eval-tokens 64".split()
+    done = alone("train", "--data", "out", *SMALL, *words, cwd=folder.parent).ended()
     assert "byte-bigram" not in done.stdout
 
 
 @pytest.mark.text
-def test_held_out_data_of_another_tokenizer_is_refused(of_bytes):
-    prepare("train:300", "other")
-    assert_refused(
-        65,
-        ["--val-data: its tokens were made by another", "--tokenizer other"],
-        "train",
-        "--data",
-        "other",
-        "--val-data",
-        "bytes",
-    )
+def test_held_out_data_of_another_tokenizer_is_refused(folder):
+    prepared("train:300", out="other")
+    parts = ["--val-data: its tokens were made by another", "--tokenizer other"]
+    assert_refused(65, parts, "train", "--data", "other", "--val-data", "out")
 
 
-def test_weights_keep_their_vocabulary(of_bytes):
+def test_weights_keep_their_vocabulary(folder):
     """No flag can change it, so none is named."""
-    words = ("train", "--data", "bytes", "--init-from")
-    save(
-        fresh(layers=1, d_model=8, heads=2, ffn=8, seq_len=16, vocab_size=256), of_bytes / "weights"
-    )
-    assert_refused(
-        65, ["vocabulary of 256; give data prepared with the tokenizer"], *words, "weights"
-    )
+    save(fresh(layers=1, d_model=8, heads=2, ffn=8, seq_len=16, vocab_size=256), Path("weights"))
+    parts = ["vocabulary of 256; give data prepared with the tokenizer"]
+    assert_refused(65, parts, "train", "--data", "out", "--init-from", "weights")
