@@ -31,14 +31,12 @@ from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.config.setting import read_bytes
 from mpipar.config.text import counted
-from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.ops import make
 from mpipar.run.checkpoint.boxes import BLOCK_BYTES
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
 
-LIMIT = 1.2  # a save over the sum of its parts
 LAYERS, WIDTH_STEP = 4, 16
 BYTES_PER_PARAMETER = 12  # master and two moments in float32
 AXES = ("dp", "pp", "tp")  # the first one saves; all of them load
@@ -197,7 +195,7 @@ def add_flags(parser) -> None:
 
 
 def measure_job(args, session) -> Outcome | int:
-    """Check and measure; return code 1 if a save takes more than LIMIT times its parts."""
+    """Check and measure."""
     world = session.world
     made = session.agree(
         lambda: tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder) if world.rank == 0 else ""
@@ -219,15 +217,13 @@ def outcome(rows: list[dict], layout: str, repeats: int) -> Outcome:
     by_name = {one["what"]: one for one in rows}
     save, *parts = (by_name[name]["median_ms"] for name in ("save", "write + fsync", "SHA-256"))
     ratio, ranks = save / sum(parts), rows[0]["ranks"]
-    kept, state = ratio <= LIMIT, ranks * by_name["save"]["MiB_per_rank"]
+    state = ranks * by_name["save"]["MiB_per_rank"]
     facts = {"ranks": ranks, "state_MiB": round(state, 1), "repeats": repeats}
     return Outcome(
         rows,
         facts | {"save_over_parts": round(ratio, 3)},
-        EXIT_OK if kept else EXIT_CHECK_FAILED,
         head=f"state of {state:.0f} MiB, {counted(ranks, 'rank')}, saved by {layout}",
-        end=f"\na save takes {ratio:.2f} times its two parts; limit {LIMIT}"
-        + ("" if kept else "\nthe limit is exceeded"),
+        end=f"\na save takes {ratio:.2f} times its two parts",
     )
 
 

@@ -137,14 +137,9 @@ def nearest(known: Known, run: Run) -> dict[str, float]:
     return known.get(kind) or next(one for (name, _), one in known.items() if name == stack)
 
 
-def left_out() -> dict[str, list[tuple[Run, float, float]]]:
-    """Return {source: [(run, error, error if only starts are known)]} of constants fitted without
-    it.
-
-    The second error uses the same constants, except that the one of starts is fitted to all
-    sources.
-    """
-    runs, found, known = training_runs(), defaultdict(list), fit_stacks(training_runs())
+def left_out() -> list[tuple[Run, float]]:
+    """Return (run, its error by constants that were fitted without its source) of every run."""
+    runs, found, known = training_runs(), [], fit_stacks(training_runs())
     judged = [*published_runs(), *read_runs("single_node.csv")]
     for paper in dict.fromkeys(map(paper_of, judged)):
         own = [run for run in judged if paper_of(run) == paper]
@@ -152,18 +147,9 @@ def left_out() -> dict[str, list[tuple[Run, float, float]]]:
         refit = [one for one in runs if paper_of(one[0]) != paper and kind_of(one[0]) in kinds]
         without = {kind: one for kind, one in known.items() if kind not in kinds}
         without |= fit_stacks(refit)
-        for run in own:
-            constants = nearest(without, run)
-            starts = {"starts_us": nearest(known, run)["starts_us"]}
-            found[paper].append(
-                (
-                    run,
-                    *(
-                        with_constants(run, one) / run.seconds - 1
-                        for one in (constants, constants | starts)
-                    ),
-                )
-            )
+        found += [
+            (run, with_constants(run, nearest(without, run)) / run.seconds - 1) for run in own
+        ]
     return found
 
 

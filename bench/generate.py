@@ -6,10 +6,9 @@ The weights are random, and the same for every side. All sides take the likelies
 each text has --new-tokens. Before anything is timed, transformers reads mpipar's texts: no other
 token may be likelier, except by rounding. Repetitions of all sides alternate.
 
-tokens_per_s counts the new tokens of all rows over the whole time, prompts included. first_ms:
-until the first new token. next_ms: median time of each further round, which adds a token to every
-row. over_transformers: tokens_per_s over that of transformers, its time per token over ours. All
-figures are medians over the repetitions.
+tokens_per_s counts the new tokens of all rows over the whole time, prompts included.
+over_transformers: tokens_per_s over that of transformers. All figures are medians over the
+repetitions.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ class OurSide:
         ops = make("cpu", "float32", kernels=kernels)
         self.worker = worker_of(self.config, OneRank("none is needed"), ops)
 
-    def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
-        """Return (seconds of each round, all tokens of each row)."""
+    def run(self, prompts, new_tokens) -> list[list[int]]:
+        """Return all tokens of each row."""
         texts = [Text(number, list(prompt)) for number, prompt in enumerate(prompts)]
-        times = [time.perf_counter()]
-        times += (time.perf_counter() for _ in generate(self.worker, texts, Sampling(new_tokens)))
-        return np.diff(times).tolist(), [text.tokens for text in texts]
+        for _ in generate(self.worker, texts, Sampling(new_tokens)):
+            pass
+        return [text.tokens for text in texts]
 
 
 class TheirSide:
@@ -96,10 +95,9 @@ class TheirSide:
             ).eval()
         self.model.generation_config.eos_token_id = None
 
-    def run(self, prompts, new_tokens) -> tuple[list[float], list[list[int]]]:
-        """Return ([seconds of the whole], all tokens of each row)."""
+    def run(self, prompts, new_tokens) -> list[list[int]]:
+        """Return all tokens of each row."""
         ids = self.torch.tensor(prompts)
-        start = time.perf_counter()
         found = self.model.generate(
             ids,
             attention_mask=self.torch.ones_like(ids),
@@ -107,7 +105,7 @@ class TheirSide:
             max_new_tokens=new_tokens,
             pad_token_id=0,
         )
-        return [time.perf_counter() - start], found.tolist()
+        return found.tolist()
 
     def disagreement(self, rows, first: int) -> float:
         """Return by how much another token was likelier than those of rows from position `first`.
@@ -120,27 +118,15 @@ class TheirSide:
         return float((logits.max(axis=2) - chosen[..., 0]).max() / np.abs(logits).max())
 
 
-def measure(sides, prompts, args) -> dict[str, list[list[float]]]:
-    """Return {name of a side: seconds of its rounds, for each repetition but the first}."""
+def measure(sides, prompts, args) -> dict[str, float]:
+    """Return {name of a side: median seconds of its repetitions but the first}."""
     found = {name: [] for name in sides}
     for _ in range(args.repeats + 1):
         for name, side in sides.items():
-            found[name].append(side.run(prompts, args.new_tokens)[0])
-    return {name: runs[1:] for name, runs in found.items()}
-
-
-def row(preset, name, batch_size, new_tokens, runs) -> dict:
-    """Return the result of a side; transformers does not tell its rounds apart."""
-    total = statistics.median(map(sum, runs))
-    later = [1e3 * second for run in runs for second in run[1:]]
-    return {
-        "model": preset,
-        "side": name,
-        "batch_size": batch_size,
-        "first_ms": 1e3 * statistics.median(run[0] for run in runs) if later else "",
-        "next_ms": statistics.median(later) if later else "",
-        "tokens_per_s": batch_size * new_tokens / total,
-    }
+            start = time.perf_counter()
+            side.run(prompts, args.new_tokens)
+            found[name].append(time.perf_counter() - start)
+    return {name: statistics.median(times[1:]) for name, times in found.items()}
 
 
 def rows_of(preset, args) -> list[dict]:
@@ -155,7 +141,7 @@ def rows_of(preset, args) -> list[dict]:
         vocabulary = first.config.model.vocab_size
         prompts = np.random.default_rng(0).integers(0, vocabulary, shape).tolist()
         for name, side in ours.items() if theirs else ():
-            texts = side.run(prompts, args.new_tokens)[1]
+            texts = side.run(prompts, args.new_tokens)
             wrong = theirs["transformers"].disagreement(texts, args.prompt_tokens)
             if not wrong <= TOLERANCE:
                 raise WrongTextError(
@@ -163,7 +149,13 @@ def rows_of(preset, args) -> list[dict]:
                 )
         found = measure(ours | theirs, prompts, args)
         rows = [
-            row(preset, name, batch_size, args.new_tokens, runs) for name, runs in found.items()
+            {
+                "model": preset,
+                "side": name,
+                "batch_size": batch_size,
+                "tokens_per_s": batch_size * args.new_tokens / seconds,
+            }
+            for name, seconds in found.items()
         ]
         if theirs:
             for one in rows:

@@ -16,14 +16,13 @@ Counts = Mapping[str, tuple[int, str]]  # flag: its default, its help
 class Outcome(NamedTuple):
     """The result of a program, on world rank 0.
 
-    facts: what the figures depend on. beside: more keys of the file. variant: of the program's name
-    in the file. head, end: printed above and below the table.
+    facts: what the figures depend on. variant: of the program's name in the file. head, end:
+    printed above and below the table.
     """
 
     rows: list[dict]
     facts: dict[str, Any] | None = None
     code: int = 0
-    beside: dict[str, Any] | None = None
     variant: str = ""
     head: str = ""
     end: str = ""
@@ -96,7 +95,6 @@ class Program:
             args.json,
             f"{self.name} {found.variant}".rstrip(),
             found.rows,
-            beside=found.beside,
             **(found.facts or {}),
         )
         return found.code

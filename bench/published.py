@@ -1,20 +1,18 @@
 """The planner's errors on published training steps.
 
-    python -m bench.published [--out FOLDER]
+    python -m bench.published
 
 For each source it prints the errors of step time, by the constants of the package and by constants
 fitted without this source, compared with one constant utilization (MFU) for the source. It also
 shows how good the choice among measured layouts is, and whether runs that took place are predicted
-to fit. The default folder is bench/results.
+to fit. The tables are written to bench/results.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import combinations
-from pathlib import Path
 from statistics import fmean, median
 
 from bench import results
@@ -22,7 +20,6 @@ from bench.fit_planner import left_out
 from bench.runs import Run, published_runs, read_runs
 from mpipar.study.plan.memory import GIB, fullest
 
-OUT = Path(__file__).parent / "results"
 ONE_NODE = "vTrain, one node"
 GROUPS = (  # title, a part of the column `source`, of `system`
     ("vTrain, many nodes", "ground_truth_multi", ""),
@@ -90,13 +87,11 @@ def accuracy(runs) -> dict:
 
 def without_source(groups: dict[str, list[Run]]) -> dict[str, dict]:
     """Return each group's errors by constants that were fitted without its source, in percent."""
-    errors = {key_of(run): each for found in left_out().values() for run, *each in found}
+    errors = {key_of(run): error for run, error in left_out()}
     return {
         title: {
-            "left out: mean %": mean_error(errors[key_of(run)][0] for run in runs),
-            "left out: median %": 100 * median(abs(errors[key_of(run)][0]) for run in runs),
-            "left out but for starts: median %": 100
-            * median(abs(errors[key_of(run)][1]) for run in runs),
+            "left out: mean %": mean_error(errors[key_of(run)] for run in runs),
+            "left out: median %": 100 * median(abs(errors[key_of(run)]) for run in runs),
         }
         for title, runs in groups.items()
     }
@@ -211,9 +206,6 @@ def answers(groups: dict[str, list[Run]]) -> list[dict]:
 
 def main() -> None:
     """Print the tables and write the files."""
-    parser = argparse.ArgumentParser(prog="bench.published", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=OUT, help="folder of the results")
-    args = parser.parse_args()
     groups = by_group(published_runs())
     judged = groups | {"all": list(published_runs()), ONE_NODE: read_runs("single_node.csv")}
     blind = without_source(judged)
@@ -225,7 +217,7 @@ def main() -> None:
         ("published_answers", answers(groups)),
     ):
         print(f"{results.markdown_table(rows)}\n")
-        results.write(args.out / f"{name}.json", "bench.published", rows)
+        results.write(results.ROOT / f"bench/results/{name}.json", "bench.published", rows)
 
 
 if __name__ == "__main__":

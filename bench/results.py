@@ -64,16 +64,10 @@ def one_row_a_line(value) -> str:
 
 
 def read(path: Path, bench: str) -> dict:
-    """Return a result file of a program. Raises DataError if it is none, or another program's."""
-    try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise DataError(f"{path}: is not JSON") from error
-    made = found.get("bench") if isinstance(found, dict) else "another program"
-    if not f"{made} ".startswith(f"{bench} "):
-        raise DataError(f"{path}: is a file of {made}, not of {bench}")
+    """Return a result file of a program. Raises DataError if it is another program's."""
+    found = json.loads(path.read_text())
+    if not f"{found['bench']} ".startswith(f"{bench} "):
+        raise DataError(f"{path}: is a file of {found['bench']}, not of {bench}")
     return found
 
 

@@ -1,10 +1,8 @@
-"""One GPU as the benchmarks see it: its data sheet's figures, its state, and time on it."""
+"""One GPU as the benchmarks see it: its data sheet's figures, and time on it."""
 
 from __future__ import annotations
 
-import shutil
 import statistics
-import subprocess
 import time
 from functools import partial
 
@@ -20,32 +18,23 @@ from mpipar.ops import make
 ROOFS = {
     "NVIDIA A100-SXM4-80GB": {
         "float32": 19.5,
-        "tf32": 156,
         "bfloat16": 312,
         "float16": 312,
         "memory": 2039,
     },
     "NVIDIA H100 80GB HBM3": {
         "float32": 67,
-        "tf32": 495,
         "bfloat16": 989,
         "float16": 989,
         "memory": 3350,
     },
-    "NVIDIA H200": {"float32": 67, "tf32": 495, "bfloat16": 989, "float16": 989, "memory": 4800},
+    "NVIDIA H200": {"float32": 67, "bfloat16": 989, "float16": 989, "memory": 4800},
 }
-# Largest relative norm of an error. float32: sums are added in another order; tf32: operands are
-# rounded to 11 bits; 16 bits: one or two roundings of the type.
-TOLERANCE = {"float32": 1e-5, "tf32": 2.0**-10, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+# Largest relative norm of an error. float32: sums are added in another order; 16 bits: one or
+# two roundings of the type.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 WARM_UP = 3
 FLUSHES = 20  # times the device's cache is filled before each timed call: 0.3 ms of an H100
-STATE = {
-    "driver": "driver_version",
-    "sm_mhz": "clocks.sm",
-    "sm_max_mhz": "clocks.max.sm",
-    "memory_mhz": "clocks.mem",
-    "power_limit_w": "power.limit",
-}
 
 
 class WrongResultError(UserError):
@@ -115,31 +104,5 @@ class Gpu:
         return self.timed(partial(self.ops.copy, self.xp.empty_like(source), source))[0]
 
     def facts(self) -> dict:
-        """Return facts that a figure depends on; clocks and power limit right after measuring."""
-        return {
-            "gpu": self.name,
-            "cupy": self.xp.__version__,
-            "repeats": self.repeats,
-            **state(self.xp.cuda.Device().pci_bus_id),
-        }
-
-
-def state(bus: str) -> dict[str, str]:
-    """Return driver, clocks and power limit of the device at a PCI address, from nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
-        return {"clocks": "unknown: no nvidia-smi"}
-    done = subprocess.run(
-        [
-            "nvidia-smi",
-            f"--id={bus}",
-            f"--query-gpu={','.join(STATE.values())}",
-            "--format=csv,noheader,nounits",
-        ],
-        capture_output=True,
-        check=False,
-        text=True,
-        timeout=60,
-    )
-    if done.returncode:
-        return {"clocks": f"unknown: nvidia-smi exits with {done.returncode}"}
-    return dict(zip(STATE, done.stdout.strip().split(", "), strict=True))
+        """Return facts that a figure depends on."""
+        return {"gpu": self.name, "cupy": self.xp.__version__, "repeats": self.repeats}

@@ -42,30 +42,22 @@ class Products:
             ),
         )
 
-    def timed(self, name, gemm, a, b, expected, precision=None) -> tuple[float, float]:
-        """Return the seconds on device and host of gemm(a, b), whose result must equal `expected`.
-
-        precision: given if it differs from the operands' type.
-        """
+    def timed(self, name, gemm, a, b, expected) -> tuple[float, float]:
+        """Return the seconds on device and host of gemm(a, b), whose result must be `expected`."""
         out = self.xp.full(expected.shape, np.nan, np.float32).astype(expected.dtype)
         gemm(a, b, out)
-        self.gpu.check(f"{name} of {a.shape} x {b.shape}", out, expected, precision or a.dtype.name)
+        self.gpu.check(f"{name} of {a.shape} x {b.shape}", out, expected, a.dtype.name)
         return self.gpu.timed(partial(gemm, a, b, out))
 
     def all_of(self, m: int, n: int, k: int, dtype: str) -> list[tuple]:
-        """Return (name, precision, seconds on device and host) of cuBLAS and of every rung."""
+        """Return (name, seconds on device and host) of cuBLAS and of every rung."""
         a, b = self.gpu.random(m, k, dtype=dtype), self.gpu.random(k, n, dtype=dtype)
         exact = self.xp.empty((m, n), np.float64)
         BlasGemm(self.xp)(a.astype(np.float64), b.astype(np.float64), exact)
         wanted = exact.astype(a.dtype)
-        found = [("cuBLAS", dtype, self.timed("cuBLAS", BlasGemm(self.xp), a, b, wanted))]
-        if dtype == "float32":
-            tf32 = self.timed("TF32", BlasGemm(self.xp, tf32=True), a, b, wanted, "tf32")
-            found.append(("cuBLAS TF32", "tf32", tf32))
+        found = [("cuBLAS", self.timed("cuBLAS", BlasGemm(self.xp), a, b, wanted))]
         names = [rung for rung in rungs.RUNGS if (rung == "mma") == (dtype == "bfloat16")]
-        return found + [
-            (one, dtype, self.timed(one, self.rung(one), a, b, wanted)) for one in names
-        ]
+        return found + [(one, self.timed(one, self.rung(one), a, b, wanted)) for one in names]
 
 
 def measure(args: Any, session: Any) -> Outcome:
@@ -74,7 +66,7 @@ def measure(args: Any, session: Any) -> Outcome:
     for m, n, k in dict.fromkeys(tuple(min(side, args.largest) for side in one) for one in SIZES):
         for dtype in ("float32", "bfloat16"):
             found = Products(gpu).all_of(m, n, k, dtype)
-            for name, roof, (device, host) in found:
+            for name, (device, host) in found:
                 speed = 2 * m * n * k / device * 1e-12
                 rows.append(
                     {
@@ -86,8 +78,8 @@ def measure(args: Any, session: Any) -> Outcome:
                         "device_us": device * 1e6,
                         "host_us": host * 1e6,
                         "tflop_per_s": speed,
-                        "percent_of_cublas": 100 * found[0][2][0] / device,
-                        "percent_of_roof": gpu.percent(speed, roof),
+                        "percent_of_cublas": 100 * found[0][1][0] / device,
+                        "percent_of_roof": gpu.percent(speed, dtype),
                     }
                 )
     return Outcome(rows, gpu.facts())

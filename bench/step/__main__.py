@@ -5,7 +5,7 @@
     python -m bench.step --batch-size 8 --repeats 7
     python -m bench.step --arch llama --kv-heads 2
     python -m bench.step --arch mixtral           # 8 experts, 2 for each token
-    python -m bench.step --device cuda --dtype bfloat16 [--peak-tflops 800]
+    python -m bench.step --device cuda --dtype bfloat16
     python -m bench.step --sides best             # the fastest form of each, or with `own` of ours
     mpiexec -n 2 python -m bench.step --sides own
 
@@ -33,9 +33,9 @@ to its last update. over_torch: step_ms over that of `torch`. over_best: the sam
 fastest side. speedup: one rank's time over this one, in the same repetition. in_communication:
 share of the step inside barriers or waiting for messages. tflops: operations of the products, 6 B T
 P + 12 L B T^2 D (P: elements of the matrices of blocks and head), per second. mfu: tflops over the
-peak of the devices of all ranks that computed. The peak of a device is --peak-tflops, else that of
-the maker's data sheet for --dtype (bench/kernels/gpu.py; dense, and without TF32). If neither is
-known, as on a CPU, the column is missing.
+peak of the devices of all ranks that computed. The peak of a device is that of the maker's data
+sheet for --dtype (bench/kernels/gpu.py; dense). If it is not known, as on a CPU, the column is
+missing.
 """
 
 from __future__ import annotations
@@ -100,13 +100,10 @@ def add_flags(parser) -> None:
         help="of weights and activations (float32); on a CPU 16 bits show numerics,"
         " not speed: NumPy widens and rounds around every function",
     )
-    parser.add_argument("--peak-tflops", type=float, help="peak of one rank's device in --dtype")
 
 
 def check_flags(args, parser) -> None:
     """Check what was typed. Raises UsageError."""
-    if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
-        parser.error("--peak-tflops must be above 0")
     compiler = any(map(shutil.which, COMPILERS[args.device]))
     grouped = "experts" in ARCHS[args.arch]  # a product that torch.compile takes in bfloat16 only
     args.compiled = args.compiled and compiler and not grouped
@@ -244,7 +241,7 @@ def table(args, names, seconds, peak_tflops=None) -> list[dict]:
 def device_facts(args) -> dict:
     """Return facts that the figures of this rank's device depend on, with its peak if known."""
     card = gpu.Gpu(args.repeats) if args.device == "cuda" else None
-    peak = args.peak_tflops or (card and card.roofs.get(args.dtype))
+    peak = card and card.roofs.get(args.dtype)
     return (card.facts() if card else {}) | ({"peak_tflops": peak} if peak else {})
 
 
@@ -290,7 +287,7 @@ def measure(args, session) -> Outcome | int:
         return 0
     facts = device_facts(args)
     rows = table(args, names, found[:, :, WARM_UP_STEPS:, 1:], facts.get("peak_tflops"))
-    sizes = {key: value for key, value in vars(args).items() if key not in ("json", "peak_tflops")}
+    sizes = {key: value for key, value in vars(args).items() if key != "json"}
     facts = {"ranks": world.size} | versions("torch", "numba") | sizes | facts
     return Outcome(rows, facts, head=head_of(args, world.size, bool(theirs)))
 

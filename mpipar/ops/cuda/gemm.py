@@ -36,13 +36,9 @@ def checked(a: Array, b: Array, out: Array) -> ThreeArrays:
 
 
 class BlasGemm:
-    """cuBLAS, one call per product. It handles mixed types, transposes and accumulation itself.
+    """cuBLAS, one call per product. It handles mixed types, transposes and accumulation itself."""
 
-    tf32: multiply float32 operands with 10 bits of mantissa on tensor cores, about nine times as
-    fast; used only on request.
-    """
-
-    def __init__(self, xp: ModuleType, tf32: bool = False) -> None:
+    def __init__(self, xp: ModuleType) -> None:
         self._blas, self._device = xp.cuda.cublas, xp.cuda.device
         runtime = xp.cuda.runtime
         self.types = {
@@ -51,7 +47,6 @@ class BlasGemm:
             "bfloat16": runtime.CUDA_R_16BF,
             "float16": runtime.CUDA_R_16F,
         }
-        self._tf32 = tf32
         # 0 and 1 in host memory, where cuBLAS reads its factors during the call, and their
         # addresses.
         self._factors = {
@@ -67,8 +62,6 @@ class BlasGemm:
         """Return cuBLAS's name for the type of sums of operands of a type."""
         if name == "float64":
             return self._blas.CUBLAS_COMPUTE_64F
-        if name == "float32" and self._tf32:
-            return self._blas.CUBLAS_COMPUTE_32F_FAST_TF32
         return self._blas.CUBLAS_COMPUTE_32F
 
     def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:

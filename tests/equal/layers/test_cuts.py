@@ -12,8 +12,7 @@ import pytest
 from helpers import REPOSITORY
 from small_model import WORLD, comms_of, cpu
 
-from bench.matmul.cut_product import PHASES, CutProduct, Sizes, cases, connect, whole
-from bench.matmul.mesh import MESH_CUTS
+from bench.matmul import MESH_CUTS, PHASES, CutProduct, Sizes, cases, connect, whole
 from docs.build.commands import FILE
 from mpipar import ops as ops_module
 from mpipar.comm.grid import chunk_size, chunk_slice

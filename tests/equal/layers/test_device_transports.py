@@ -23,7 +23,7 @@ from small_model import (
 )
 from test_cuts import connected
 
-from bench.matmul.cut_product import Sizes, cases, whole
+from bench.matmul import Sizes, cases, whole
 from mpipar import ops as ops_module
 from mpipar.comm import groups
 from mpipar.comm.algorithms.mpi_library import MpiTransport

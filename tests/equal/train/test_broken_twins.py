@@ -11,7 +11,7 @@ import pytest
 from small_model import WORLD
 
 from bench import results
-from bench.claims.computed import layout_name
+from bench.claims import layout_name
 from mpipar.errors import HangError
 from tests.helpers.twins import shipped, small_model
 from tests.helpers.twins.planted import DP, PP, TP

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.claims.computed import layout_name
+from bench.claims import layout_name
 from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.objects import broadcast_text

@@ -1,21 +1,19 @@
 """The programs of bench.kernels, bench.tiles and bench.rehearse: their arithmetic and checks."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from bench import rehearse, tiles
 from bench.kernels import check, functions
-from bench.rehearse import CALL, WAIT, configured, lay_out, room_needed, script_of, seconds_of
+from bench.rehearse import CALL, WAIT, configured, lay_out, room_needed, script_of
 from bench.training import config_of
 from mpipar.errors import EnvironmentProblem, UsageError
 from mpipar.ops import make
 from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.study.explain.predict import predict
-from mpipar.study.plan.machine import load_machine
 
 
 @pytest.fixture
@@ -165,16 +163,3 @@ def test_a_script_is_what_a_step_on_shapes_does(name):
         records = predict(config, world_rank).recorder.records
         own = [(one.record.name, one.record.payload_bytes, one.record.peer) for one in script.calls]
         assert own == [(one.name, one.payload_bytes, one.peer) for one in records]
-
-
-def test_predicted_times_are_those_of_the_links():
-    machine = load_machine("cpu")
-
-    def of(operation, tag=-1):
-        record = SimpleNamespace(operation=operation, payload_bytes=1 << 20, tag=tag)
-        return seconds_of(machine, record, 4, 1)
-
-    assert of("all_reduce") == machine.all_reduce(1 << 20, 4)
-    assert of("reduce_scatter") == machine.all_gather(1 << 20, 4)
-    assert of("all_to_allv") == machine.all_to_all(1 << 20, 4)
-    assert (of("send", 7), of("recv", 7)) == (0.0, machine.message(1 << 20, 1))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ops_cases import numeric_gradient
 
 import mpipar as library
-from bench.matmul.cut_product import NAME, PHASES, CutProduct, Sizes, whole
+from bench.matmul import NAME, PHASES, CutProduct, Sizes, whole
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.group import Comm

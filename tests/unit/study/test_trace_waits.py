@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trace_cases import MS, blocking, pipeline_trace, record, span, trace, with_operations
 from trace_cases import waits_and_segments as analyse
 
-from bench.claims.measured import time_shares
+from bench.claims import time_shares
 from mpipar.comm.record import Record, Span
 from mpipar.run.console.time_shares import share_facts, share_table
 from mpipar.study.trace import pop, segments, waits

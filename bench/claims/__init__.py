@@ -1,1 +1,0 @@
-"""Textbook claims about partitioned training, one table each."""

@@ -1,1 +1,0 @@
-"""Kernels of one device: what their compiler reports, and their speed in bench.tiles."""

@@ -1,1 +1,0 @@
-"""One product, cut over ranks in every way."""

@@ -1,1 +1,0 @@
-"""A training step, compared with the same model in PyTorch."""
