@@ -1,4 +1,4 @@
-"""Check limits on statements of a function, on signatures and lines, which keep code readable.
+"""Check limits on statements of a function and on lines, which keep code readable.
 
 Prints every finding as path:line: text; exits 1 if there is one. The limits are defined only here:
 tests/unit/pages/test_structure.py runs the same check.
@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FUNCTION_STATEMENTS = 50
-POSITIONAL = 7  # parameters that may be given by position; the others are keyword-only
 LINE_LENGTH = 100
-COMPILERS = {"compiled"}  # the decorator of Numba's functions
 SUFFIXES = {".py", ".cu", ".cuh", ".sbatch", ".js", ".css", ".html"}
 LEFTOVER = re.compile(r"\b(TO[D]O|FIX[M]E|X[X]X|NotImplemented[E]rror)\b")
 
@@ -38,15 +36,6 @@ def problems(path: Path, text: str) -> Iterator[tuple[int, str]]:
                         node.lineno,
                         f"{node.name} has {size} statements, more than {FUNCTION_STATEMENTS}",
                     )
-                count = positional(node)
-                if count > POSITIONAL and not foreign(path, node):
-                    yield (
-                        node.lineno,
-                        (
-                            f"{node.name} has {count} positional parameters, more than"
-                            f" {POSITIONAL}; make some keyword-only"
-                        ),
-                    )
 
 
 def statements(node: ast.AST) -> int:
@@ -58,25 +47,6 @@ def statements(node: ast.AST) -> int:
         for part in ast.walk(node)
         if isinstance(part, documented)
     )
-
-
-def positional(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Count the parameters that a caller may give by position, without self."""
-    names = [one.arg for one in (*node.args.posonlyargs, *node.args.args)]
-    return len(names) - (names[:1] in (["self"], ["cls"]))
-
-
-def foreign(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Return whether a library dictates the signature.
-
-    A compiler's decorator takes no keyword-only parameters; a stand-in has those of its library.
-    """
-    names = {
-        getattr(part, "attr", getattr(part, "id", ""))
-        for decorator in node.decorator_list
-        for part in ast.walk(decorator)
-    }
-    return bool(names & COMPILERS) or path.name.startswith("fake_")
 
 
 def source_files(root: Path) -> list[Path]:

@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import sys
 from pathlib import Path
 
-from docs.build import measured, pages
-from docs.build.blocks import PageError
-from docs.build.commands import Workplace
+from bench.results import ROOT
+from docs.build import commands, pictures, tables
+from docs.build.blocks import Block, PageError, update
 from mpipar.errors import DataError, UserError
 
-MOST_SHOWN, WIDEST = 20, 200  # lines of a difference, and characters of a line
+# What writes a block of each kind: (block, root of the repository) -> text.
+WRITERS = {
+    "measured": commands.shown_measured,
+    "code": tables.listing,
+    "result": tables.result,
+    "table": tables.table,
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -29,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         if argv[:1] == ["measure"]:
             if len(argv) == 1:
                 raise DataError("measure: name a FILE.json, and the commands if it is new")
-            measured.measure(Path(argv[1]), argv[2:])
+            commands.measure(Path(argv[1]), argv[2:])
             return 0
         parser = argparse.ArgumentParser(
             prog="python -m docs.build",
@@ -40,46 +45,71 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument("--check", action="store_true", help="write nothing")
         parser.add_argument("--no-run", action="store_true", help="run no command of a page")
         args = parser.parse_args(argv)
-        chosen = [known_page(path) for path in args.pages] or pages.pages()
+        chosen = [path.resolve().relative_to(ROOT) for path in args.pages] or all_pages()
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
     return max([write(page, check=args.check, run=not args.no_run) for page in chosen])
 
 
-def known_page(path: Path) -> Path:
-    """Return a page that the user names, as a path in the repository. Raises DataError."""
-    whole = path.resolve()
-    if whole.suffix != ".md" or not whole.is_relative_to(pages.ROOT) or not whole.is_file():
-        raise DataError(f"{path}: no such page; name README.md or a page of docs/")
-    return whole.relative_to(pages.ROOT)
-
-
 def write(page: Path, *, check: bool, run: bool) -> int:
     """Write a page and its pictures, or report those that are out of date; return the exit code."""
-    text = pages.read_page(page)
+    text = read_page(page)
     try:
-        with contextlib.closing(Workplace(text)) as workplace:
-            written = pages.write_page(page, text, workplace if run else None)
+        with contextlib.closing(commands.Workplace(text)) as workplace:
+            written = write_page(page, text, workplace if run else None)
     except PageError as error:
         print(error, file=sys.stderr)
         return 1
     code = 0
     for path, text in written.items():
-        file = pages.ROOT / path
+        file = ROOT / path
         before = file.read_text(encoding="utf-8") if file.exists() else ""
         if text == before or (check and before and path.suffix == ".svg"):
             continue  # another version of matplotlib draws another picture
         if check:
             code = 1
             print(f"{path}: out of date; run python -m docs.build {page}")
-            lines = difflib.unified_diff(before.splitlines(), text.splitlines(), lineterm="", n=0)
-            print("\n".join(line[:WIDEST] for line in list(lines)[:MOST_SHOWN]))
         else:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
             print(f"{path}: written")
     return code
+
+
+def all_pages() -> list[Path]:
+    """Return README.md and the pages of docs/, as paths in the repository."""
+    found = sorted((ROOT / "docs").rglob("*.md"))
+    return [Path("README.md"), *(path.relative_to(ROOT) for path in found)]
+
+
+def read_page(page: Path) -> str:
+    """Return the text of a page."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def write_page(page: Path, text: str, workplace: commands.Workplace | None) -> dict[Path, str]:
+    """Return {path in the repository: text} of a page and its pictures. Raises PageError.
+
+    workplace: where the commands of `run` blocks run; without one these blocks stay as they are.
+    """
+    drawn = {}
+
+    def run(block: Block, root: Path) -> str:
+        return block.body if workplace is None else commands.shown(block, workplace)
+
+    def picture(block: Block, root: Path) -> str:
+        path, drawn[path], line = pictures.draw(block)
+        return line
+
+    writers = {"run": run, "picture": picture, **WRITERS}
+
+    def write(block: Block) -> str:
+        if block.kind not in writers:
+            raise block.problem(f"unknown kind of block; use {', '.join(writers)}")
+        return writers[block.kind](block, ROOT)
+
+    return {page: update(page, text, write), **drawn}
 
 
 if __name__ == "__main__":

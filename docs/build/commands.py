@@ -19,13 +19,17 @@ from unittest import mock
 
 import numpy as np
 
+from bench import results
 from bench.results import ROOT
 from docs.build.blocks import Block
 from mpipar import cli
 from mpipar.comm.launcher import Launcher
-from mpipar.errors import UserError
+from mpipar.errors import DataError, UserError
 from mpipar.interconnect.program import environment_of_jobs
 from mpipar.run.process.session import Session
+from mpipar.run.trace.trace_file import Trace, read
+from mpipar.study.trace import waits
+from mpipar.study.trace.timeline import median_step
 
 LIMIT = 100  # seconds for one command
 FILE = re.compile(r"^```\w+ ([\w-]+\.\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -181,3 +185,88 @@ def console(block: Block, command: str, output: str, info: str = "bash") -> str:
     text = "\n".join(line.rstrip() for line in block.part(output.rstrip().splitlines()))
     output = f"```text\n{text}\n```"
     return output if "output" in block.options else f"```{info}\n{command}\n```\n\n{output}"
+
+
+BENCH = "docs.build measure"
+PARTS = ("computes", "waits for the last rank", "transfer")  # of a rank's time at a barrier
+LINE = re.compile(r"(mpipar/[\w/]+\.py):\d+")  # wrong after the next change above it
+
+
+def measure(path: Path, commands: list[str]) -> None:
+    """Run the commands, and write their outputs. Raises DataError if one of them fails."""
+    rows = []
+    if not (commands or path.exists()):
+        raise DataError(f"{path}: does not exist; name the commands to measure")
+    with contextlib.closing(Workplace(settings={})) as workplace:
+        for command in commands or [row["command"] for row in rows_of(path)]:
+            start = time.perf_counter()
+            code, output = workplace.run(command)
+            if code:
+                raise DataError(f"{command}: exit code {code}\n{output}")
+            seconds = round(time.perf_counter() - start, 1)
+            rows.append({"command": command, "seconds": seconds, "output": lasting(output)})
+        beside = last_trace(workplace.folder())
+    results.write(str(path), BENCH, rows, beside=beside)
+
+
+def lasting(output: str) -> str:
+    """Return the output without line numbers, and with `host` for this machine's name.
+
+    Columns keep their places.
+    """
+
+    def host(found: re.Match) -> str:
+        return "host".ljust(len(found[0])) if len(found[1]) > 1 else f"host{found[1]}"
+
+    output = LINE.sub(lambda found: found[1].ljust(len(found[0])), output)
+    return re.sub(rf"(?<![\w.-]){re.escape(socket.gethostname())}(?![\w.-])( *)", host, output)
+
+
+def rows_of(path: Path) -> list[dict]:
+    """Return the commands of a file with their seconds and outputs. Raises DataError."""
+    return results.read(path, BENCH)["rows"]
+
+
+def shown_measured(block: Block, root: Path) -> str:
+    """Return the machine, and the commands and outputs of a file, or `:: part N` of them."""
+    result = results.read(block.file(root, block.words), BENCH)
+    rows, machine = result["rows"], result["machine"]
+    if "part" in block.options:
+        rows = [rows[int(block.options["part"]) - 1]]
+    parts = [console(block, row["command"], row["output"], "bash not-run") for row in rows]
+    facts = f"{machine['date']}, {machine['cores']} cores, {machine['cpu']}"
+    return "\n\n".join([*parts, f"Measured: {facts}."])
+
+
+# --- what the picture `barrier` shows
+
+
+def last_trace(folder: Path) -> dict:
+    """Return the `barrier` of the newest traced run below a folder, or {}."""
+    found = sorted(folder.glob("**/trace/meta.json"), key=lambda path: path.stat().st_mtime)
+    return {"barrier": barrier(read(found[-1].parent.parent))} if found else {}
+
+
+def barrier(trace: Trace) -> dict:
+    """Return the step's collective with the most waiting: its name, and the parts of each rank.
+
+    parts: (rank, what, milliseconds of its start and end since the first rank arrived).
+    """
+    step, _ = median_step(trace)
+    found = [
+        event
+        for event in waits.find(trace).events
+        if len(event.calls) > 1
+        and event.operation != "message"
+        and event.calls[0].record.step == step
+    ]
+    if not found:
+        return {}
+    event = max(found, key=lambda one: sum(call.wait_ns for call in one.calls))
+    first, parts = min(call.record.waited_ns for call in event.calls), []
+    for call in event.calls:
+        came, done = call.record.waited_ns - first, call.record.done_ns - first
+        ends = [round(one * 1e-6, 4) for one in (0, came, came + call.wait_ns, done)]
+        for what, start, end in zip(PARTS, ends, ends[1:], strict=False):
+            parts.append([call.rank, what, start, end])
+    return {"name": f"{event.operation} {event.name}", "parts": parts}

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from bench import results
-from bench.kernels.floors import counted
+from bench.kernels.functions import counted
 from docs.build.blocks import Block
 from mpipar import errors
 from mpipar.study.plan.job import utilization

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import re
 import sys
 from graphlib import CycleError, TopologicalSorter
 
@@ -203,41 +202,9 @@ def array_math_problems(module, source):
     return found
 
 
-MUTATORS = set(
-    "add append appendleft clear discard extend insert pop popitem remove reverse setdefault sort"
-    " update".split()
-)
-
-
-def state_problems(module, source):
-    """Nothing at module level changes, and no function keeps its results; ruff refuses `global`."""
-    tree, found = parsed(source), []
-    stored = [
-        node
-        for statement in tree.body
-        if isinstance(statement, (ast.Assign, ast.AnnAssign))
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    ]
-    constants = {node.id for node in stored}
-    for node in ast.walk(tree):
-        decorators = " ".join(map(ast.unparse, getattr(node, "decorator_list", ())))
-        if re.search(r"\b(lru_)?cache\b", decorators):
-            found.append(f"{module}:{node.lineno}: {node.name} keeps its results")
-        written = None
-        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            written = node.value
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") in MUTATORS:
-            written = node.func.value
-        if isinstance(written, ast.Name) and written.id in constants:
-            found.append(f"{module}:{node.lineno}: changes {written.id}")
-    return found
-
-
 RULES = [
     floor_problems,
     outside_problems,
     mpi_problems,
     array_math_problems,
-    state_problems,
 ]

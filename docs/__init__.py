@@ -1,1 +1,0 @@
-"""The pages, the programs that they show, and the generator of their parts."""

@@ -1,1 +1,0 @@
-"""The page generator: writes into the pages whatever a program can compute or print."""
