@@ -35,7 +35,6 @@ for pool in blas.pools():
         os.environ.setdefault(blas.VARIABLE, pool["architecture"])
 
 cuda_host.build_folder()  # so that all processes of the tests share it
-pytest_plugins = ["fault_table"]
 EQUAL = Path(__file__).parent / "equal"
 LONGEST = "tests/test_mpi_sessions.py::test_slow_session[4]"  # as long as all other sessions
 
@@ -153,8 +152,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, missing in NEEDS.items():
         if item.get_closest_marker(marker) is not None and (reason := missing()) is not None:
             pytest.skip(f"{marker}: {reason}")
-    # the report of a marked test carries its fault, also from a worker of pytest-xdist
-    item.user_properties += [("fault", one.args) for one in item.iter_markers("fault")]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -240,28 +237,3 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     ]
     for line in sorted(set.intersection(*sessions)) if sessions else []:
         terminalreporter.write_line(f"SKIPPED in each of {len(sessions)} MPI sessions: {line}")
-
-
-@pytest.fixture(scope="module")
-def window():
-    """A browser, for the tests of one module."""
-    with browser.browser() as made:
-        yield made
-
-
-@pytest.fixture
-def opened(window, tmp_path):
-    """Open the page of a trace; afterwards the console must be empty."""
-    from mpipar.study.trace import html
-    from mpipar.study.trace.analysis import Analysis
-
-    def load(case, **options):
-        path = tmp_path / "page.html"
-        html.write(Analysis(case), path, **options)
-        window.open(path)
-        return window
-
-    window.prefer("light")
-    window.console()
-    yield load
-    assert window.console() == []

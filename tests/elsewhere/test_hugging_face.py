@@ -1,10 +1,6 @@
 """Every form of weights against transformers: imported, computed, trained, continued, exported."""
 
-import io
-import logging
 import math
-import warnings
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +8,6 @@ from helpers import assert_all_close, assert_close
 from one_rank import loaded, logits
 
 from mpipar.layers.attention import Rotation
-from mpipar.layers.ffn import GatedFeedForward
 from mpipar.layers.parallel.local_attention import LocalAttention
 from mpipar.layers.stash import Batch
 from mpipar.ops.numpy_ops import NumpyOps
@@ -20,7 +15,7 @@ from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.families import LLAMA, MIXTRAL
 from mpipar.run.checkpoint.formats import format_of
 from mpipar.run.checkpoint.weight_files import WeightFiles
-from mpipar.run.inference.generate import STOP, Sampling, Text, generate
+from mpipar.run.inference.generate import Sampling, Text, generate
 from mpipar.train.optim import learning_rate
 
 torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")
@@ -153,26 +148,9 @@ def exact(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
-@contextmanager
-def no_warning():
-    """Fail if transformers warns of anything inside, by either of its ways."""
-    text, logger = io.StringIO(), transformers.utils.logging.get_logger("transformers")
-    handler = logging.StreamHandler(text)
-    handler.setLevel(logging.WARNING)
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            yield
-    finally:
-        logger.removeHandler(handler)
-    assert text.getvalue() == ""
-
-
 def read_back(folder, dtype=torch.float64):
-    """The model that transformers makes of a folder, without any warning."""
-    with no_warning():
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER)
+    """The model that transformers makes of a folder."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **EAGER)
     return model.to(dtype).eval()
 
 
@@ -283,17 +261,6 @@ def heads_shifted(monkeypatch):
     monkeypatch.setattr(LocalAttention, "forward", next_group)
 
 
-def gate_and_up_swapped(monkeypatch):
-    plain = GatedFeedForward.recompute
-
-    def swapped(self, x, stash):
-        plain(self, x, stash)
-        if isinstance(x, np.ndarray):  # not in the step on shapes
-            stash[self.name, "h"] = np.ascontiguousarray(stash[self.name, "h"][..., ::-1, :])
-
-    monkeypatch.setattr(GatedFeedForward, "recompute", swapped)
-
-
 def not_turned_back_on_dk(monkeypatch):
     def backward(self, dx, positions):
         heads = dx.shape[2] * 2 // 3  # those of q: two of three
@@ -305,7 +272,7 @@ def not_turned_back_on_dk(monkeypatch):
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize(
     "plant",
-    [local_positions, interleaved, heads_shifted, gate_and_up_swapped, not_turned_back_on_dk],
+    [local_positions, interleaved, heads_shifted, not_turned_back_on_dk],
 )
 def test_a_planted_bug_is_seen(plant, rng, tmp_path, monkeypatch):
     plant(monkeypatch)
@@ -448,19 +415,3 @@ def test_texts_of_prompts_of_any_length(name, tmp_path):
     assert len(set(np.ravel(expected).tolist())) > 1, "a model that repeats itself shows little"
     for text, prompt, wanted in zip(our_texts(tmp_path, PROMPTS), PROMPTS, expected, strict=True):
         assert text.tokens == [*prompt, *wanted]
-
-
-@pytest.mark.usefixtures("exact")
-def test_texts_end_at_the_same_token(tmp_path):
-    model = lively("llama")
-    model.save_pretrained(tmp_path)
-    free = their_texts(model, PROMPTS)
-    stop = free[0][2]
-    expected = their_texts(model, PROMPTS, eos_token_id=stop)
-    for text, prompt, wanted in zip(
-        our_texts(tmp_path, PROMPTS, (stop,)), PROMPTS, expected, strict=True
-    ):
-        added = text.tokens[len(prompt) :]
-        assert added == wanted[: len(added)]
-        assert (text.end == STOP) == (stop in wanted)
-        assert set(wanted[len(added) :]) <= {0}, "the rest is their padding"

@@ -106,14 +106,6 @@ def test_pbs(site):
         assert "runs/job-12" in printed
 
 
-@pytest.mark.slow
-def test_flux(site):
-    script = ["bash", str(DEPLOY / "train.flux"), "--out", "runs/first", "--steps", "2"]
-    done = run_ranks(2, script, LIMIT, environment(), site)
-    assert done.returncode == 0, done.tail()
-    assert "runs/first" in done.stdout
-
-
 def test_the_job_of_kubernetes_is_a_command_that_trains():
     text = (DEPLOY / "mpijob.yaml").read_text()
     words = re.search(r"command: \[(.*?)\]", text, re.DOTALL)[1].split(", ")[:7]
@@ -171,17 +163,6 @@ def test_the_site_is_built_without_warnings_and_its_links_lead_somewhere(tmp_pat
         assert 'href="#../' not in text, path
         for link in re.findall(r'href="([^"#:?]+)["#?]', text):
             assert (tmp_path / path.parent / unquote(link)).exists(), (path, link)
-
-
-def test_links_out_of_the_pages_become_code():
-    page = (
-        "[a](../runs.md#formats) [mpipar/cli.py](../../mpipar/cli.py) ![b](../report.png)\n"
-        "[README](../../README.md#run-it) [c](https://mpi-forum.org) `[d](../../setup.cfg)`\n"
-        "```\n[e](../../setup.cfg)\n```\n"
-    )
-    assert conf.plain_links(conf.DOCS / "tour", page) == page.replace(
-        "[mpipar/cli.py](../../mpipar/cli.py)", "`mpipar/cli.py`"
-    ).replace("[README](../../README.md#run-it)", "`README.md`")
 
 
 # --- docs/from-nothing.sh, run unchanged: from Python's documentation to a model of transformers

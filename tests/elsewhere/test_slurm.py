@@ -58,19 +58,6 @@ def submit(cluster: SlurmCluster, folder: Path, venv: str, *flags: str):
     return cluster.finish(typed, timeout=120.0)
 
 
-@pytest.mark.parametrize("then", ["sleep 60", "exit 143"])
-def test_a_job_that_slurm_cut_off_is_started_again(cluster, tmp_path, then):
-    first = f"mkdir {tmp_path}/once && echo 'slurmstepd-n1: error: {CUT_REQUEST}' && {then}"
-    result = cluster.finish(
-        lambda: cluster.submit(
-            f"--output={tmp_path}/job.log", "--wrap", f"{first} || echo done", cwd=tmp_path
-        ),
-        timeout=60.0,
-    )
-    assert (result.state, result.exit_code) == ("COMPLETED", 0), result.output
-    assert result.output.endswith("done\n")
-
-
 def test_interconnect_script(cluster, tmp_path):
     path = tmp_path / "rows.jsonl"
     result = cluster.finish(

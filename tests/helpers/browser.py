@@ -72,14 +72,14 @@ class Browser:
         """Return the console's messages since the last call."""
         return self._post("/se/log", {"type": "browser"})
 
-    def prefer(self, theme: str, media: str = "") -> None:
-        """Set what the system prefers, light or dark; media="print": look at the page as paper."""
+    def prefer(self, theme: str) -> None:
+        """Set what the system prefers, light or dark."""
         feature = {"name": "prefers-color-scheme", "value": theme}
         self._post(
             "/goog/cdp/execute",
             {
                 "cmd": "Emulation.setEmulatedMedia",
-                "params": {"features": [feature], "media": media},
+                "params": {"features": [feature]},
             },
         )
 
@@ -95,18 +95,6 @@ class Browser:
         self._post(
             "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": actions}]}
         )
-
-    def wheel(self, x: float, y: float, delta: int) -> None:
-        """Turn the wheel at a point of the window; up is negative."""
-        turn = {
-            "type": "scroll",
-            "x": round(x),
-            "y": round(y),
-            "deltaX": 0,
-            "deltaY": delta,
-            "duration": 0,
-        }
-        self._post("/actions", {"actions": [{"type": "wheel", "id": "wheel", "actions": [turn]}]})
 
     def click(self, selector: str) -> None:
         """Click the middle of the first element that fits, after bringing it into view."""
@@ -146,10 +134,10 @@ class Browser:
             ]
         self._post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": actions}]})
 
-    def picture(self, path: Path, *, height: float | None = None) -> None:
-        """Save the whole page or its first pixels as PNG."""
+    def picture(self, path: Path) -> None:
+        """Save the whole page as PNG."""
         box = self.run("const d = document.documentElement;return [innerWidth, d.scrollHeight];")
-        clip = {"x": 0, "y": 0, "width": box[0], "height": height or box[1], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": box[0], "height": box[1], "scale": 1}
         answer = self._post(
             "/goog/cdp/execute",
             {

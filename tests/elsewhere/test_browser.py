@@ -1,11 +1,18 @@
-"""The schedule explorer and a trace's timeline in a real browser: they show what Python says."""
+"""The pages in a real browser: schedule explorer, trace, report. They show what Python says.
 
+MPIPAR_SCREENSHOTS=FOLDER keeps the screenshots, light and dark.
+"""
+
+import os
 import random
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import browser
 import pytest
+from report_cases import config_of, run_folder, told
 from trace_cases import blocking, busy_trace, pipeline_trace, trace, with_operations
 
 from mpipar.commands import schedule as command
@@ -19,9 +26,13 @@ from mpipar.pipeline.schedules.catalog import (
     with_reduce_grad,
 )
 from mpipar.run.trace import trace_file
+from mpipar.study import report
 from mpipar.study.schedules import explorer
 from mpipar.study.schedules.simulate import Costs, simulate
+from mpipar.study.trace import html
+from mpipar.study.trace.analysis import Analysis
 
+pytestmark = pytest.mark.browser
 START = {
     "first": "1f1b",
     "second": "zb-h1",
@@ -62,18 +73,70 @@ def write_explorer(folder):
 
 
 @pytest.fixture(scope="module")
+def window():
+    with browser.browser() as made:
+        yield made
+
+
+HOSTILE = "</script><img src=x onerror=window.hacked=1>"
+# By then the effects of a change of the window or the theme are drawn.
+FRAME = "return new Promise(done => requestAnimationFrame(() => setTimeout(done, 80)))"
+
+
+def of_trace(folder, case=None):
+    """The page of a trace with operations of layers: of a pipeline, or of another one."""
+    html.write(Analysis(with_operations(case or pipeline_trace())), folder / "trace.html")
+    return folder / "trace.html"
+
+
+def of_run(folder, name="run", steps=40, **changes):
+    """The page of a run of made-up numbers; what users type in it is hostile."""
+    run = run_folder(folder, steps, name, log=f"{HOSTILE}\nlast line\n")
+    report.write(run, config_of("--data", HOSTILE), told(**changes), lambda text: None)
+    return run / "report.html"
+
+
+PAGES = {"trace": of_trace, "report": of_run, "explorer": write_explorer}
+each_page = pytest.mark.parametrize("write", PAGES.values(), ids=PAGES)
+
+
+@pytest.fixture
+def shown(window, tmp_path):
+    """Open the page that a function writes; afterwards the console must be empty."""
+
+    def load(write, **options):
+        window.open(write(tmp_path, **options))
+        window.run("return typeof ready === 'undefined' || ready")
+        window.run(FRAME)
+        return window
+
+    window.prefer("light")
+    window.resize(1440, 1000)
+    window.console()
+    yield load
+    window.prefer("light")
+    window.resize(1440, 1000)
+    assert window.console() == []
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """The folder of the screenshots, which are kept for a person to look at."""
+    folder = Path(os.environ.get("MPIPAR_SCREENSHOTS", tmp_path))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """The file of `write_explorer`."""
     return write_explorer(tmp_path_factory.mktemp("explorer"))
 
 
 @pytest.fixture
-def shown(window, page):
-    """The page, just loaded; afterwards the console must be empty."""
-    window.prefer("light")
-    window.console()
-    yield load(window, page)
-    assert window.console() == []
+def explored(shown, page):
+    """The schedule explorer, just loaded."""
+    return shown(lambda folder: page)
 
 
 def load(window, path):
@@ -100,8 +163,7 @@ return arguments[0].map(([facts, costs]) => {
 """
 
 
-@pytest.mark.browser
-def test_the_simulation_is_that_of_python(shown):
+def test_the_simulation_is_that_of_python(explored):
     """Costs whose sums a float holds exactly: every time must be equal."""
     cases = []
     for name in SCHEDULES:
@@ -118,7 +180,7 @@ def test_the_simulation_is_that_of_python(shown):
                     Costs(uneven, 1, uneven[::-1], latency=2.5),
                 )
             ]
-    answers = shown.run(
+    answers = explored.run(
         SIMULATE,
         [
             (explorer.schedule_facts(schedule), costs_json(costs, schedule.num_stages))
@@ -177,14 +239,13 @@ def complaint(schedule: Schedule) -> str:
     return ""
 
 
-@pytest.mark.browser
-def test_the_proof_is_that_of_python_word_for_word(shown):
+def test_the_proof_is_that_of_python_word_for_word(explored):
     chance, cases = random.Random(5), []
     for name in SCHEDULES:
         for p, m in ((2, 4), (3, 6), (4, 8)):
             if not schedule_problems(name, p, m):
                 cases += [spoiled(make_schedule(name, p, m), chance) for _ in range(25)]
-    texts = shown.run(
+    texts = explored.run(
         """
         return arguments[0].map(facts => {
           const programs = facts.programs.map(row => row ? row.split(" ").map(readPass) : []);
@@ -211,7 +272,7 @@ def test_the_proof_is_that_of_python_word_for_word(shown):
     assert [kind for kind in kinds if not any(re.search(kind, text) for text in expected)] == []
 
 
-def told(page, part, panel="first"):
+def reads(page, part, panel="first"):
     return page.run(f"return document.querySelector('#{panel} {part}').textContent")
 
 
@@ -234,15 +295,14 @@ def with_two_passes_swapped(name):
     return f"your order can run. The step takes {after}: {after - before} more than before"
 
 
-@pytest.mark.browser
-def test_a_dragged_pass_is_proved_and_timed(shown):
-    page = shown
-    assert told(page, ".verdict").startswith("proved: ")
+def test_a_dragged_pass_is_proved_and_timed(explored):
+    page = explored
+    assert reads(page, ".verdict").startswith("proved: ")
     assert figures(page)["step"] == ["33", "27"]
     x, y = page.run(PLACE, "first", "B0")  # from 10 to 12
     page.hold(x, y, x - 10.9 * page.run("return explorer.panels[0].drawing.scale"), y)
-    assert told(page, "h2") == "1f1b, your order: 4 workers, 4 stages, 8 microbatches"
-    assert told(page, ".verdict").startswith(
+    assert reads(page, "h2") == "1f1b, your order: 4 workers, 4 stages, 8 microbatches"
+    assert reads(page, ".verdict").startswith(
         "schedule 1f1b: rank 0 position 0 (0B0): needs 0F0, which stands at 1\n"
     )
     assert page.run(
@@ -251,32 +311,31 @@ def test_a_dragged_pass_is_proved_and_timed(shown):
     assert page.run("return document.querySelectorAll('#first .lack').length") == 1
     assert figures(page)["step"] == ["-", "27"]
     page.click("#first .undo")
-    assert told(page, ".verdict").startswith("proved: ")
+    assert reads(page, ".verdict").startswith("proved: ")
     (x, y), (to_x, to_y) = page.run(PLACE, "first", "F0"), page.run(PLACE, "first", "F1")
     page.hold(x, to_y, to_x + 2, to_y)
-    assert told(page, ".verdict") == with_two_passes_swapped("1f1b")
+    assert reads(page, ".verdict") == with_two_passes_swapped("1f1b")
     page.click("#first .reset")
     x, y = page.run(PLACE, "first", "F0")
     page.hold(x, y, x, y + 38)  # to the next worker
-    assert told(page, ".verdict").startswith(
+    assert reads(page, ".verdict").startswith(
         "schedule 1f1b: rank 0 position 3 (0B0): needs 0F0, which this rank never runs\n"
     )
 
 
-@pytest.mark.browser
-def test_the_keyboard_does_what_the_pointer_does(shown, tmp_path):
-    page = shown
+def test_the_keyboard_does_what_the_pointer_does(explored, tmp_path):
+    page = explored
     page.run("document.querySelector('#second svg').focus()")
     for _ in range(2):
         page.press("\ue014")  # right: the first pass, then the next
-    assert told(page, ".told", "second").startswith("F1: forward, stage 0, microbatch 1, on worker")
+    assert reads(page, ".told", "second").startswith("F1: forward, stage 0, microbatch 1, on ")
     page.press("\ue012", held="\ue008")  # left, with Shift
-    assert told(page, ".verdict", "second") == with_two_passes_swapped("zb-h1")
+    assert reads(page, ".verdict", "second") == with_two_passes_swapped("zb-h1")
     path = tmp_path / "own.csv"
     path.write_text(page.run("return explorer.panels[1].schedule.csv()"))
     assert [str(instr) for instr in read_csv(path).programs[0][:3]] == ["0F1", "0F0", "0F2"]
     page.press("u")
-    assert told(page, ".verdict", "second").startswith("proved: ")
+    assert reads(page, ".verdict", "second").startswith("proved: ")
 
 
 def choose(page, **values):
@@ -294,11 +353,10 @@ def choose(page, **values):
     )
 
 
-@pytest.mark.browser
-def test_choices_and_costs_change_the_figures(shown):
-    page = shown
+def test_choices_and_costs_change_the_figures(explored):
+    page = explored
     choose(page, **{"#p": "2", "#second_.choice": "interleaved", "#second_.chunks_select": "4"})
-    assert told(page, "h2", "second") == "interleaved: 2 workers, 8 stages, 8 microbatches"
+    assert reads(page, "h2", "second") == "interleaved: 2 workers, 8 stages, 8 microbatches"
     expected = simulate(make_schedule("interleaved", 2, 8, 4), Costs().divided(4))
     assert figures(page)["step"] == ["27", f"{float(expected.makespan):g}"]
     choose(page, **{"#hop": "0.5", "#path": True})
@@ -307,7 +365,6 @@ def test_choices_and_costs_change_the_figures(shown):
     assert page.run("return document.querySelectorAll('#first .message.on-path').length") > 0
 
 
-@pytest.mark.browser
 def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypatch):
     monkeypatch.setattr(explorer, "known_orders", dict)
     monkeypatch.setattr(trace_file, "read", lambda folder: pipeline_trace("zb-h1", 4, 8))
@@ -316,8 +373,8 @@ def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypat
         SimpleNamespace(from_run="runs/7", from_csv=None, html=str(path)), Costs()
     )
     page = load(window, path)
-    assert told(page, "h2") == "zb-h1: 4 workers, 4 stages, 8 microbatches"
-    assert told(page, "h2", "second").startswith("7, measured: ")
+    assert reads(page, "h2") == "zb-h1: 4 workers, 4 stages, 8 microbatches"
+    assert reads(page, "h2", "second").startswith("7, measured: ")
     assert figures(page)["step"] == ["270 ms", "270 ms"]
     assert page.run(
         "return explorer.panels.map(panel => panel.timeline.spans.map(own =>"
@@ -332,9 +389,8 @@ def test_a_run_is_drawn_as_measured_and_as_predicted(window, tmp_path, monkeypat
 # --- the timeline of a trace's page in a real browser: what a hover shows, how fast
 
 
-@pytest.mark.browser
-def test_every_slice_is_found_where_it_is_drawn(opened):
-    page = opened(with_operations(busy_trace(ranks=3, barriers=40)))
+def test_every_slice_is_found_where_it_is_drawn(shown):
+    page = shown(of_trace, case=busy_trace(ranks=3, barriers=40))
     assert page.run("return timeline.lanes") == ["spans", "operations", "calls"]
     wrong = page.run("""
         const wrong = [];
@@ -352,10 +408,40 @@ def test_every_slice_is_found_where_it_is_drawn(opened):
     assert wrong == []
 
 
-@pytest.mark.browser
-def test_names_cannot_break_out_of_the_page(opened):
+def test_names_cannot_break_out_of_the_page(shown):
     case = trace([[blocking("all_reduce", "</script><b id=x>", "tp", 10, 42)],
                   [blocking("all_reduce", "</script><b id=x>", "tp", 40, 41)]])  # fmt: skip
-    page = opened(case)
+    page = shown(of_trace, case=case)
     assert page.run("return document.getElementById('x')") is None
     assert page.run("return timeline.data.names") == ["</script><b id=x>"]
+
+
+@each_page
+def test_nothing_is_fetched_and_both_themes_are_drawn(write, shown, pictures):
+    page, shades = shown(write), []
+    assert page.run("return performance.getEntriesByType('resource').length") == 0
+    for theme in ("light", "dark"):
+        page.prefer(theme)
+        page.run(FRAME)
+        path = pictures / f"{write.__name__}-{theme}.png"
+        page.picture(path)
+        assert path.stat().st_size > 20_000, "an empty picture"
+        shade = page.run("return getComputedStyle(document.body).backgroundColor")
+        shades.append(int(re.search(r"\d+", shade)[0]))
+    assert shades[0] > 200 > 80 > shades[1]
+    page.prefer("light")
+    for expected in ("light", "dark", "system"):
+        page.click("#theme")
+        assert page.run(
+            "return [find('theme').textContent, document.documentElement.dataset.theme ?? 'system']"
+        ) == [f"theme: {expected}", expected]
+
+
+def test_names_are_text(shown):
+    page = shown(of_run, name="<b>run", environment=[("command", HOSTILE)])
+    assert page.run("return [window.hacked ?? 0, document.images.length]") == [0, 0]
+    assert page.run("return document.querySelector('h1').textContent").startswith("<b>run: dp 1")
+    assert page.run("return document.querySelector('#log pre').textContent") == (
+        f"{HOSTILE}\nlast line\n"
+    )
+    assert page.run("return find('traced').hidden")

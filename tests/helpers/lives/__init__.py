@@ -1,1 +1,0 @@
-"""Lives of runs, from training to text, over pairs of all choices, against one plain rank."""
