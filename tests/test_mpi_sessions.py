@@ -110,16 +110,6 @@ def test_b():
 """,
         r"rank 1 of 2 failed(.|\n)*ValueError: only here",
     ),
-    "one rank skips": (
-        """
-def test_a():
-    if WORLD.Get_rank() == 1:
-        pytest.skip("only here")
-def test_b():
-    WORLD.Barrier()
-""",
-        r"ranks differ in the outcome of .*test_a",
-    ),
     "ranks run different tests": (
         """
 @pytest.mark.parametrize("number", [WORLD.Get_rank()])
@@ -137,9 +127,6 @@ def test_a():
 """,
         r"rank 1 of 2: 1.0 s in .*test_a(.|\n)*WORLD.Recv",
     ),
-    "broken import": ("import no_such_module\n", r"No module named 'no_such_module'"),
-    # pytest's code for it; the other rank may end the job before rank 0 has printed its summary
-    "no test": ("", r"exit 5 after|no tests ran"),
 }
 
 
@@ -151,14 +138,3 @@ def test_harness_catches(case, tmp_path):
     (tmp_path / "test_broken.py").write_text(head + text)
     with pytest.raises(AssertionError, match=message):
         check_session(2, tmp_path, test_limit=1.0 if case == "a hang" else TEST_LIMIT)
-
-
-def test_harness_lets_pass(tmp_path):
-    shutil.copy(EQUAL / "conftest.py", tmp_path)
-    (tmp_path / "test_fine.py").write_text(
-        "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip('not today')\n"
-    )
-    passed, skipped = check_session(2, tmp_path)
-    assert passed == 1
-    assert len(skipped) == 1
-    assert "not today" in skipped[0]

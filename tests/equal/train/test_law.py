@@ -47,7 +47,7 @@ def test_layout_equals_one_rank(case):
     assert_equals_known(config_of(case))
 
 
-@cases_of({1: 4, 2: 36, 4: 20}.get(WORLD.size, 50))
+@cases_of({1: 4, 2: 20, 4: 16}.get(WORLD.size, 50))
 def test_shapes_only_run_predicts_every_record(case):
     assert_records_predicted(config_of(case))
 

@@ -8,7 +8,7 @@ import pytest
 
 from mpipar.config.sections import FIELDS
 from tests.helpers.lives import kept
-from tests.helpers.lives.array import Completion, Coverage, kind_of, pairs
+from tests.helpers.lives.array import Completion, Coverage, pairs
 from tests.helpers.lives.choices import (
     BASE,
     BASE_OF,
@@ -16,7 +16,6 @@ from tests.helpers.lives.choices import (
     OUTSIDE,
     refusals,
     small_choices,
-    words_of,
 )
 
 FEW = {
@@ -86,22 +85,3 @@ def test_each_pair_occurs_or_each_case_with_it_is_refused(found):
     assert len(refused) == len(parts) - sum(in_some(part, legal) for part in parts)
     assert not any(in_some(part, legal) for part in refused)
     assert len(cases) < len(legal) / 10
-
-
-def test_refusals_are_those_of_mpipar(found):
-    why = {tuple(part.items()): text for part, text in found[1]}
-    assert "--tp-matmul" in why[("sequence_parallel", None), ("tp_matmul", "ring")]
-    assert kind_of("--heads 4: must be a multiple of tp 3; use 6") == kind_of(
-        "--heads 8: must be a multiple of tp 5; use 10"
-    )
-
-
-def test_settings_are_typed_as_a_user_does():
-    assert words_of({"dp": 2, "tied": False, "check_comm": True, "stage_layers": (3, 1)}) == [
-        "--dp",
-        "2",
-        "--no-tied",
-        "--check-comm",
-        "--stage-layers",
-        "3,1",
-    ]
