@@ -27,7 +27,6 @@ def run(context: Context) -> int:
     Comm: that of every method of `Run`, in this order, and of `measured_step.show`.
     """
     # Late: these load NumPy.
-    from mpipar.run.folder import full_disk_is_an_output_error
     from mpipar.run.memory_limit import memory_limit
     from mpipar.run.training import Run
     from mpipar.study import measured_step, report
@@ -44,12 +43,12 @@ def run(context: Context) -> int:
     if not training.prepare(parsed, machine):
         return EXIT_OK
     config, barriers = training.config, ""
-    with full_disk_is_an_output_error(training.folder), training.open_files():
+    with training.open_files():
         log = training.log
         training.describe(predict(config, training.grid.world_rank))
         if log.speaks:
             log(draw.one_step(training.schedule))
-            started = report.environment(session, training.hosts)
+            started = report.environment(session)
 
         def write_report() -> None:
             if log.speaks:
@@ -64,7 +63,7 @@ def run(context: Context) -> int:
         with memory_limit(config, training.inputs.ops):
             training.allocate()
             with training.watched():
-                with session.stop_on_request(training.meeting()):
+                with session.stop_on_request():
                     try:
                         training.loop()
                     except (NonFiniteError, DriftError):  # on all ranks of a step

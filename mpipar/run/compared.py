@@ -25,10 +25,10 @@ from mpipar.run.files.digests import digest_of
 from mpipar.run.source import source_files
 
 
-def compare_inputs(session, inputs) -> tuple[dict, str]:
-    """Return the data's fingerprint and the digest of the first weights (or "") if all ranks agree.
+def compare_inputs(session, inputs, checkpoint: str = "") -> tuple[dict, str]:
+    """Return the data's fingerprint, and the digest of the checkpoint or else of the first weights.
 
-    Otherwise all ranks leave together.
+    That is "" if there are none of either. Unless all ranks have the same, they leave together.
     Comm: that of `digests_on_host` and of `Session.compare`.
     """
     arrays = [inputs.train_part, inputs.held_out]
@@ -36,9 +36,11 @@ def compare_inputs(session, inputs) -> tuple[dict, str]:
     digests = digests_on_host(session, files)
     found = session.agree(lambda: fingerprint(arrays, digests))
     facts = config_facts(session, inputs.config, inputs.tokenizer)
+    if checkpoint:
+        facts["checkpoint"] = session.agree(lambda: digest_of_weights(checkpoint))
     data = " ".join(map(str, found.values()))
     session.compare(facts | {"data": data, "prompt": digest_of_value(inputs.prompt)})
-    return found, facts.get("weights", "")
+    return found, facts.get("checkpoint") or facts.get("weights", "")
 
 
 def config_facts(session, config: Config, tokenizer) -> dict[str, str]:

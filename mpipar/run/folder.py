@@ -22,7 +22,6 @@ from mpipar.run.files.replace import replace_file, replaced_files, set_aside
 from mpipar.run.files.settings import to_toml
 from mpipar.run.files.typed import built
 from mpipar.run.process import lock
-from mpipar.run.process.failure import DISK_ERRORS
 from mpipar.run.process.watchdog import HANG
 
 CHECKPOINTS, WEIGHTS = "checkpoints", "weights"
@@ -31,7 +30,6 @@ LOG = "log.txt"
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"  # a line per reported step
 CSV, REPORT = "metrics.csv", "report.html"  # made from the other files when the run ends
 RESULT = "result.json"  # exists once a run is complete
-FOLDERS = (CHECKPOINTS, WEIGHTS, "trace", HANG, "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -57,15 +55,12 @@ def folder_problems(config) -> list[str]:
     """Return why the folder that the user named cannot hold a new run; empty if it can."""
     folder = named_folder(config.run)
     try:
-        if folder is None or not folder.exists() or (folder.is_dir() and not _content(folder)):
+        if folder is None or not folder.exists() or not _content(folder):
             return []
     except OSError as error:
         return [f"{folder}: {error.strerror}; give another folder"]
-    if not folder.is_dir():
-        return [f"{folder} is a file, but a run needs a folder: give a new --out"]
-    cure = f", or resume it with --resume auto --out {config.run.out}" if is_run(folder) else ""
-    text = f"{folder} exists and is not empty; a run never overwrites another: give a new --out"
-    return [text + cure]
+    cure = f"give a new --out, or resume the run that is there: --resume auto --out {folder}"
+    return [f"{folder} exists and is not empty; a run never overwrites another: {cure}"]
 
 
 def make_run_folder(config, session, sources: Sources, beside: Mapping[str, bytes]) -> Path:
@@ -127,21 +122,12 @@ def resume_in(start, config, session, beside: Mapping[str, bytes]) -> Path:
     folder = Path(start.folder)
     with said(folder, "the run can't resume here"):
         session.lock(folder)
-        for name in FOLDERS:
-            no_links.folder(folder, name)  # a link is refused now, not when it is first used
-        if newest_step(folder) != start.newest:
-            raise UsageError(f"{folder}: another job has just resumed in it; start again")
         set_aside(folder / "errors")
         if traced_steps(config.run.trace, start.step + 1, config.train.steps):
             set_aside(folder / "trace")
         no_links.remove_tree(folder, HANG)  # left by a job that was killed
         _write(config, beside, folder)
         return folder
-
-
-def newest_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint in a run folder, or 0."""
-    return max((step for step, _ in committed_steps(folder / CHECKPOINTS)), default=0)
 
 
 def truncate_after(folder: Path, step: int) -> list[str]:
@@ -227,14 +213,3 @@ def _make_numbered_folder() -> Path:
             folder.mkdir(mode=0o700)
             return folder
     raise AssertionError("some number is free")
-
-
-@contextmanager
-def full_disk_is_an_output_error(folder: Path):
-    """Raise OutputError for a full, broken or read-only disk, which is no defect of the program."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in DISK_ERRORS or isinstance(error, PermissionError):
-            raise OutputError(f"{folder}: can't be written to: {error.strerror}") from None
-        raise

@@ -18,16 +18,16 @@ from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.comm.objects import all_gather_objects, broadcast_text
 from mpipar.config.combinations import typed
 from mpipar.config.grid import sizes_text
-from mpipar.config.grid import typed as typed_layout
 from mpipar.config.model import CUTS, ModelConfig
-from mpipar.config.run import AUTO, NEVER, named_folder, trace_steps
+from mpipar.config.run import AUTO, NEVER, named_folder
 from mpipar.config.sections import named
-from mpipar.config.text import brief, counted
+from mpipar.config.text import brief
 from mpipar.errors import DataError, UsageError
+from mpipar.run.checkpoint.formats import is_step
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.run.checkpoint.tokenizer_files import read_tokenizer_files
-from mpipar.run.compared import compare_inputs, digest_of_weights
+from mpipar.run.compared import compare_inputs
 from mpipar.run.files.bounded import problems_as, read_text
 from mpipar.run.files.settings import over, skipped, values_of
 from mpipar.run.folder import (
@@ -35,14 +35,11 @@ from mpipar.run.folder import (
     CONFIG,
     Sources,
     finished_step,
-    is_run,
     make_run_folder,
-    newest_step,
     read_sources,
     resume_in,
 )
 from mpipar.run.source import find_source, tokenizer_folder
-from mpipar.train.optim import of_new_length
 
 # What determines the numbers of a run: with another value it would be another run.
 FIXED = (
@@ -78,16 +75,15 @@ ORDER = ("schedule", "schedule_csv", "chunks", "stage_layers")
 class Start:
     """Where a run starts; the same on every rank.
 
-    folder: the run folder to resume in, or None for a new one. newest: its newest step. candidates:
-    folders of steps, the one to load first; the others are what `auto` may fall back to. step,
-    config (TOML), layout, schedule, data: of the first candidate whose manifest can be read.
+    folder: the run folder to resume in, or None for a new one. candidates: folders of steps, the
+    one to load first; the others are what `auto` may fall back to. step, config (TOML), layout,
+    schedule, data: of the first candidate whose manifest can be read.
     Without a candidate, config and data are those of the run's first start. weights: what a run
     without a candidate starts from; digest: its expected SHA-256, or "" if unknown.
     finished: the step with which the run has ended, or 0. notes: lines for the user.
     """
 
     folder: str | None = None
-    newest: int = 0
     candidates: tuple[str, ...] = ()
     step: int = 0
     config: str = ""
@@ -119,12 +115,10 @@ def find_start(run) -> Start:
     `auto` takes the newest readable one, and none in a folder without any.
     """
     if run.resume == AUTO:
-        source = folder = named_folder(run)
-        if folder is None or not is_run(folder):
-            return Start()
-        steps = [path for _, path in committed_steps(source / CHECKPOINTS)][::-1]
+        folder = named_folder(run)
+        steps = [path for _, path in committed_steps(folder / CHECKPOINTS)][::-1] if folder else []
         if not steps:
-            return again(run, folder)
+            return again(run, folder) if folder and os.path.isfile(folder / CONFIG) else Start()
         check_first_weights(run, folder, read_sources(folder))
     elif run.init_from is not None:
         return Start()  # two sources, which the table of combinations refuses
@@ -132,10 +126,10 @@ def find_start(run) -> Start:
         source, steps = _named_steps(run.resume)
         folder = named_folder(run) or source
         folder = source if folder.resolve() == source.resolve() else None
-    return _newest_of(steps, source, folder, run.resume)
+    return _newest_of(steps, folder, run.resume)
 
 
-def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str) -> Start:
+def _newest_of(steps: list[Path], folder: Path | None, asked: str) -> Start:
     """Return the Start after the first of these steps with a readable manifest. asked: --resume."""
     notes: list[str] = []
     for number, path in enumerate(steps):
@@ -148,7 +142,6 @@ def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str)
             continue
         return Start(
             str(folder) if folder else None,
-            newest_step(folder) if folder else 0,
             tuple(map(str, steps[number:])),
             found.step,
             found.config,
@@ -158,7 +151,7 @@ def _newest_of(steps: list[Path], source: Path, folder: Path | None, asked: str)
             finished=finished_step(folder) if folder else 0,
             notes=tuple(f"{FALLBACK}: {note}" for note in notes),
         )
-    raise DataError([*notes, f"--resume {asked}: no checkpoint of {source} can be read"])
+    raise DataError([*notes, f"--resume {asked}: no checkpoint can be read"])
 
 
 def again(run, folder: Path) -> Start:
@@ -166,60 +159,48 @@ def again(run, folder: Path) -> Start:
 
     Raises UserError if what it started from is not what the user names, or another run's state.
     """
-    sources, config = read_sources(folder), ""
+    sources = read_sources(folder)
     if sources.resumed:
         raise UsageError(
             f"{folder} has no checkpoint: give a new --out, and --resume {sources.resumed} again"
         )
-    if os.path.lexists(folder / CONFIG):
-        with problems_as(DataError, str(folder / CONFIG), "give a new --out"):
-            config = read_text(CONFIG, root=folder)
-            values_of(config)
-    weights = check_first_weights(run, folder, sources) if config else ""
-    note = f"{folder} has no checkpoint: the run starts at step 1"
+    with problems_as(DataError, str(folder / CONFIG), "give a new --out"):
+        config = read_text(CONFIG, root=folder)
+        values_of(config)
+    check_first_weights(run, folder, sources)
     return Start(
         str(folder),
         config=config,
         data=sources.data,
-        weights=weights,
+        weights=sources.init_from,
         digest=sources.digest,
         finished=finished_step(folder),
-        notes=(note + (f", from the weights of {weights}" if weights else ""),),
+        notes=(f"{folder} has no checkpoint: the run starts at step 1",),
     )
 
 
-def check_first_weights(run, folder: Path, sources: Sources) -> str:
-    """Return the weights that a run started from, as the user names them if that is the same.
+def check_first_weights(run, folder: Path, sources: Sources) -> None:
+    """Raise UserError if the user names other weights than those that a folder's run started from.
 
-    Raises UsageError if the user names others than those that the run in this folder started from.
+    Their content is compared before the first step, see `check_begin`.
     """
-    if run.init_from is None:
-        return sources.init_from
-    where, cure = f"--init-from {run.init_from}", "leave --init-from out, or give a new --out"
-    if not sources.init_from:
-        raise UsageError(f"{where}: the run in {folder} did not start from it; {cure}")
-    found = find_source(run.init_from, where)
-    if digest_of_weights(found) != sources.digest:
+    where = f"--init-from {run.init_from}"
+    if run.init_from is not None and find_source(run.init_from, where) != sources.init_from:
         raise UsageError(
-            f"{where}: is not what the run in {folder} started from, which was"
-            f" {sources.init_from}; {cure}"
+            f"{where}: the run in {folder} started from {sources.init_from or 'new weights'}; leave"
+            " --init-from out, or give a new --out"
         )
-    return found
 
 
 def _named_steps(text: str) -> tuple[Path, list[Path]]:
     """Return (run folder, [one step]) for a path to a run or to one of its steps."""
     path = Path(text)
-    if path.parent.name == CHECKPOINTS and (os.path.exists(path / NAME) or not os.path.isdir(path)):
+    if is_step(path) and path.parent.name == CHECKPOINTS:
         return path.parent.parent, [path]
     steps = committed_steps(path / CHECKPOINTS)
     if not steps:
-        cure = (
-            f"; start it again with --resume auto --out {text}"
-            if is_run(path)
-            else "; give a run folder, or one of its checkpoints/step-..."
-        )
-        raise DataError(f"--resume {text}: there is no checkpoint here{cure}")
+        cure = "give a run folder, or one of its checkpoints/step-..."
+        raise DataError(f"--resume {text}: there is no checkpoint here; {cure}")
     return path, [steps[-1][1]]
 
 
@@ -239,23 +220,18 @@ def resumed(parsed, saved: Mapping[str, object], world_size: int):
     """Return the configuration of a run resumed on this many ranks.
 
     saved: the values of the run's config.toml. If the user names a layout, the stages and groups
-    that depend on it are chosen again. Another number of ranks needs a layout that the user names:
-    otherwise raises UsageError.
+    that depend on it are chosen again. Another number of ranks needs a layout that the user names,
+    or `auto`, which keeps the saved one where it fits.
     """
-    given, was = parsed.given, {axis: saved.get(axis, 1) for axis in AXES}
-    named, ranks = any(axis in given for axis in LAYOUT), math.prod(was.values())
-    problems = [*parsed.unread, *unchangeable(given, saved)]
+    given, ranks = parsed.given, math.prod(saved.get(axis, 1) for axis in AXES)
+    named = any(axis in given for axis in LAYOUT)
     chooses = parsed.chooses_layout and (named or ranks != world_size)
-    if ranks != world_size and not (named or chooses):
-        problems.append(
-            f"{counted(world_size, 'rank')}: this run has {ranks}, {typed_layout(was)}; start as"
-            f" many, or add a --layout of {world_size}, such as auto"
-        )
-    parsed = replace(parsed, unread=tuple(problems), chooses_layout=chooses)
+    problems = (*parsed.unread, *unchangeable(given, saved))
+    parsed = replace(parsed, unread=problems, chooses_layout=chooses)
     dropped = set(OF_A_START)
     if any(name in given for name in ORDER):
         dropped |= set(ORDER)
-    if named or ranks != world_size:
+    if named or chooses:
         dropped |= {*LAYOUT, *ORDER, "cp_attention"} - {"schedule"}
     return over({name: value for name, value in saved.items() if name not in dropped}, parsed)
 
@@ -280,29 +256,14 @@ def start_problems(start: Start, config) -> list[str]:
     return [f"--steps {config.train.steps}: the checkpoint is already of step {start.step}; {cure}"]
 
 
-def after(start: Start, inputs):
-    """Return the Inputs of a run that starts after `start`, with notes on what has changed."""
-    config, notes, saved = inputs.config, [*start.notes], values_of(start.config)
-    chosen, was = trace_steps(config.run.trace), saved.get("steps", config.train.steps)
-    if chosen and chosen[0] <= start.step:
-        notes.append(
-            f"--trace {config.run.trace}: the run resumes after step {start.step}, so"
-            " nothing is traced"
-        )
-    if config.train.steps != was:
-        notes.append(f"--steps {config.train.steps}, {was} before: {of_new_length(config.train)}")
-    return replace(inputs, config=config, notes=[*notes, *inputs.notes])
-
-
 def agreed_sources(session, start: Start, inputs) -> Sources:
     """Return what this run starts from, which must be the same as on other ranks and as at first.
 
     Otherwise all ranks leave together. Comm: that of `compare_inputs`, and an agreement.
     """
-    found, weights = compare_inputs(session, inputs)
-    session.agree(lambda: check_begin(start, found, weights))
     first = next(iter(start.candidates), "")
-    digest = session.agree(lambda: digest_of_weights(first)) if first else weights
+    found, digest = compare_inputs(session, inputs, first)
+    session.agree(lambda: check_begin(start, found, digest))
     return Sources(inputs.config.run.init_from or "", digest, first, found)
 
 
@@ -356,26 +317,19 @@ def load_newest(session, worker, start: Start, log) -> int:
     """
     wrong: list[str] = []
     for text in start.candidates:
-        folder, digest, problems = Path(text), "", []
+        problems: list[str] = []
         try:
-            manifest = read_manifest(folder)
-            load_state(worker, folder, manifest)
-            digest = digest_of_weights(text)
+            manifest = read_manifest(Path(text))
+            load_state(worker, Path(text), manifest)
         except DataError as error:
             problems = error.problems
-        everybody = all_gather_objects(session.world, [problems, digest])
-        found = next((problems for problems, _ in everybody if problems), [])
-        others = [place for place, (_, one) in enumerate(everybody) if one != everybody[0][1]]
-        if others and not found:
-            why = "has another checkpoint of this name than rank 0; give all hosts the same files"
-            found = [f"{text}: rank {others[0]} {why}"]
-        if not found:
+        found = next(filter(None, all_gather_objects(session.world, problems)), None)
+        if found is None:
             log(f"resumed after step {manifest.step}: {text}; {moved(start, worker)}")
             return manifest.step
         wrong += found
         if text != start.candidates[-1]:
-            for problem in found:
-                log(f"{FALLBACK}: {problem}")
+            log(f"{FALLBACK}: {'; '.join(found)}")
 
     def refuse():
         raise DataError(wrong)

@@ -33,7 +33,6 @@ from mpipar.run.console.metrics import Metrics
 from mpipar.run.console.output import GrowingFile, Log
 from mpipar.run.console.progress import SECONDS, watched
 from mpipar.run.console.tensorboard import Events, tensorboard_problems
-from mpipar.run.console.time_shares import crowded
 from mpipar.run.data import rows
 from mpipar.run.data.tokenizer import BYTE_VOCABULARY
 from mpipar.run.files.settings import to_toml
@@ -111,10 +110,9 @@ class Run:
             return False
         sources = resume.agreed_sources(session, start, inputs)
         self.fingerprint = sources.data
-        self.inputs = resume.after(start, inputs)
-        self.config = self.inputs.config
+        self.inputs, self.config = inputs, inputs.config
         self.grid = Grid.of(self.config.grid, world.rank)
-        self.folder = resume.agreed_folder(session, start, self.inputs, sources)
+        self.folder = resume.agreed_folder(session, start, inputs, sources)
         session.use_folder(self.folder)
         return True
 
@@ -134,28 +132,29 @@ class Run:
     def describe(self, predicted) -> None:
         """Print layout and memory, before anything is allocated.
 
-        predicted: a step on shapes of this rank. Comm: two gathers over the world.
+        predicted: a step on shapes of this rank. Comm: an agreement, and a gather over the world.
         """
         session, config, grid, log = self.session, self.config, self.grid, self.log
         self.schedule = schedule = configured_schedule(config.grid)
         # One proof covers all ranks: a schedule that could deadlock never starts.
         session.agree(lambda: check(schedule) if grid.world_rank == 0 else None)
-        ranks_of_hosts = gather_objects(self.world, session.host_ranks) or [(0,)]
-        self.hosts = len({min(ranks) for ranks in ranks_of_hosts})  # how many, on world rank 0
-        headline = console.headline(config, self.world.size, self.hosts, schedule.num_stages)
-        log(headline)
-        taken = session.held.note if session.held else ""
-        for note in filter(None, (*self.inputs.notes, *warm_up_notes(config.train), taken)):
-            log(one_line(note))
         # The ring has room for two whole steps, so that it still holds what led to a failure.
         self.recorder.resize(2 * (len(predicted.recorder.records) + len(predicted.recorder.spans)))
         self.fact = console.holding(config, schedule, predicted, host_name(os.environ))
         facts = gather_objects(self.world, self.fact | {"cores": len(os.sched_getaffinity(0))})
-        if facts:
-            self.told = {"ranks": facts, "headline": headline}
-            log(console.holdings(facts))
-            if note := crowded([one["host"] for one in facts], [one["cores"] for one in facts]):
-                log(f"\n{note}")
+        if not facts:
+            return
+        hosts = [one["host"] for one in facts]
+        headline = console.headline(config, len(facts), len({*hosts}), schedule.num_stages)
+        self.told = {"ranks": facts, "headline": headline}
+        log(headline)
+        taken = session.held.note if session.held else ""
+        notes = (*self.start.notes, *self.inputs.notes, *warm_up_notes(config.train), taken)
+        for note in filter(None, notes):
+            log(one_line(note))
+        log(console.holdings(facts))
+        if note := console.crowded(hosts, [one["cores"] for one in facts]):
+            log(f"\n{note}")
 
     def allocate(self) -> None:
         """Create the worker and its weights, data, metrics, tracer and saver.
@@ -177,12 +176,11 @@ class Run:
         self.tracer = Tracer(self.worker, self.world, self.folder, traced, timed_ops)
         # Every rank has the same axes, even if it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.groups]
-        metrics, self.evaluations = self.opened(METRICS), self.opened(EVALUATIONS)
-        self.growing = [*metrics, *self.evaluations]
+        metrics, evaluations, events = self.opened(METRICS), self.opened(EVALUATIONS), []
         if config.run.tensorboard and self.log.speaks:
-            events = self.files.enter_context(closing(Events(self.folder, self.first)))
-            for files in (self.growing, metrics, self.evaluations):
-                files.append(events)
+            events = [self.files.enter_context(closing(Events(self.folder, self.first)))]
+        self.growing = [*metrics, *evaluations, *events]
+        metrics, self.evaluations = [*metrics, *events], [*evaluations, *events]
         self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics)
         held_out = rows.evaluated(self.inputs.held_out, config)
         self.held_out = rows.Rows(self.worker.ops, held_out, config, self.grid)
@@ -195,7 +193,7 @@ class Run:
             ready=self.keep_folder,
             **({"watch": partial(watched, "checkpoint")} if self.log.speaks else {}),
         )
-        if self.start.newest:
+        if self.start.folder and self.start.candidates:
             self.saver.saved = self.first - 1  # this folder already has that checkpoint
         if config.run.init_from or self.start.candidates:
             self.check_replicas(self.first - 1, True)
@@ -266,13 +264,6 @@ class Run:
         session.where = lambda: f"step {step}"
         if step < steps and not self.stopped:
             self.save_after(step, result.votes)
-
-    def meeting(self) -> str:
-        """Return after what all ranks agree to stop or save, for the user."""
-        every = self.config.train.outer_interval
-        if self.config.grid.islands in (None, 1):
-            return "this step"
-        return f"the next step in which the islands meet, one in {every}"
 
     def is_complete(self) -> bool:
         """Return whether steps were done, and none was cut off by a request to stop."""

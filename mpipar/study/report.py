@@ -29,20 +29,17 @@ from mpipar.study.trace import html
 from mpipar.study.trace.analysis import Analysis
 
 MOST_LOG = 200_000  # bytes of log.txt on the page
-MOST_RANKS = 256  # rows of the table of ranks
 
 
-def environment(session, hosts: int) -> list[tuple[str, str]]:
+def environment(session) -> list[tuple[str, str]]:
     """Return where and how the run was started, as (name, value); called on world rank 0."""
     return [
         ("command", f"mpipar {shlex.join(sys.argv[1:])}"),
         ("started", dt.datetime.now().astimezone().isoformat(" ", "seconds")),
         ("launcher", session.launcher.name or "none (one process)"),
-        ("ranks", f"{session.world.size} on {counted(hosts, 'host')}"),
         ("MPI", mpi.library_name(session.world)),
         *((name, session.facts[name]) for name in consistency.PROGRAMS),
         ("processor", blas.processor()[0] or platform.machine()),
-        ("cores of rank 0", str(len(os.sched_getaffinity(0)))),
         ("system", f"{platform.system()} {platform.release()}"),
     ]
 
@@ -103,7 +100,7 @@ def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> di
         "model": f"{describe_model(config.model)};"
         f" {config.train.optimizer}, {config.run.dtype} on {config.run.device}",
         "state": told["state"],
-        "summary": summary(config, lines, evaluations),
+        "summary": summary(lines, evaluations),
         "curves": series.curves(lines, evaluations),
         "tables": [
             layout_table(told["ranks"], told["headline"].splitlines()[0]),
@@ -114,35 +111,19 @@ def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> di
     }
 
 
-def summary(config: Config, lines, evaluations) -> list[list[str]]:
+def summary(lines, evaluations) -> list[list[str]]:
     """Return [name, value, description] of the most important figures."""
     found = []
     if evaluations:
-        last, best = evaluations[-1], min(evaluations, key=lambda one: one["held_out_loss"])
+        last = evaluations[-1]
         words = f"nats per token, after step {last['step']}"
-        if best["held_out_loss"] < last["held_out_loss"]:
-            words += f"; lowest {best['held_out_loss']:.4f} after step {best['step']}"
         found.append(["held-out loss", f"{last['held_out_loss']:.4f}", words])
     if lines:
-        newest = lines[-20:]
-        found.append(
-            [
-                "training loss",
-                f"{sum(one['loss'] for one in newest) / len(newest):.4f}",
-                f"nats per token, mean of the last {counted(len(newest), 'step')}",
-            ]
-        )
+        newest = [one["loss"] for one in lines[-20:]]
+        words = f"nats per token, mean of the last {counted(len(newest), 'step')}"
+        found.append(["training loss", f"{sum(newest) / len(newest):.4f}", words])
         speed = median(one["tokens_per_second"] for one in lines)
         found.append(["speed", tables.short_count(speed), "tokens per second, median step"])
-        seen = len(lines) * config.train.batch_size * config.model.seq_len
-        seconds = sum(one["step_seconds"] for one in lines)
-        found.append(
-            [
-                "trained on",
-                tables.short_count(seen),
-                f"tokens, in {seconds:.0f} s of {len(lines):,} steps",
-            ]
-        )
         share = sum(one["comm_share_mean"] for one in lines) / len(lines)
         found.append(["time in barriers", f"{share:.0%}", "of a step, mean over ranks"])
     return found
@@ -150,14 +131,8 @@ def summary(config: Config, lines, evaluations) -> list[list[str]]:
 
 def layout_table(ranks: list[dict], head: str) -> dict:
     """Return a table of what each rank holds, and its memory."""
-    shown = tables.holding_rows(ranks[:MOST_RANKS])
-    left_out = [f"and {len(ranks) - MOST_RANKS:,} more ranks"] if len(ranks) > MOST_RANKS else []
-    return {
-        "title": "Layout",
-        "words": "; ".join([head, *left_out]),
-        "head": list(map(str, shown[0])),
-        "rows": [list(map(str, row)) for row in shown[1:]],
-    }
+    columns, *rows = [list(map(str, row)) for row in tables.holding_rows(ranks)]
+    return {"title": "Layout", "words": head, "head": columns, "rows": rows}
 
 
 def configuration(config: Config) -> list[dict]:
@@ -166,7 +141,6 @@ def configuration(config: Config) -> list[dict]:
     for section, field, value in settings(config):
         if value is not None and value != ():
             text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            text = {"True": "on", "False": "off"}.get(text, text)
             found.setdefault(section, []).append([flag(field.name)[2:], text])
     return [{"title": f"Configuration: {section}", "rows": rows} for section, rows in found.items()]
 

@@ -142,12 +142,3 @@ def warm_up_notes(config: TrainConfig) -> list[str]:
             f" rises to {top:.2g} and never reaches {config.lr:g}"
         )
     ]
-
-
-def of_new_length(config: TrainConfig) -> str:
-    """Describe the learning rate of a run that continues with another number of steps."""
-    if config.lr_schedule == "constant":
-        return "the learning rate stays constant"
-    if config.lr_schedule == "wsd":
-        return f"the learning rate stays at its peak up to step {fall_start(config)}, then falls"
-    return "the learning rate of each further step follows the schedule of the new length"

@@ -8,12 +8,13 @@ import contextlib
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from damage import flip
 from fault_table import fault
-from in_process import StandIn
+from in_process import StandIn, alone
 from one_rank import fresh
 from program import block_of, pair
 from tokenizers_made import save_tokenizer
@@ -21,6 +22,7 @@ from tokenizers_made import save_tokenizer
 from mpipar import cli
 from mpipar.errors import DataError
 from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.manifest import read_manifest
 from mpipar.run.data.source import load_source
 from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.files import digests
@@ -86,14 +88,8 @@ TRAIN = ("train", "--data", "tokens.bin")
     ("words", "change", "fields"),
     [
         ((*TRAIN, *SMALL), lambda host: flip(host / "tokens.bin"), ["data"]),
-        (("verify", "--data", "tokens.bin"), lambda host: flip(host / "tokens.bin"), ["data"]),
         (
             (*TRAIN, "--init-from", "w"),
-            lambda host: flip(host / "w" / "model.safetensors"),
-            ["weights"],
-        ),
-        (
-            ("generate", "w", "--prompt", "a"),
             lambda host: flip(host / "w" / "model.safetensors"),
             ["weights"],
         ),
@@ -121,9 +117,7 @@ TRAIN = ("train", "--data", "tokens.bin")
     ],
     ids=[
         "data",
-        "data of verify",
         "weights",
-        "weights of generate",
         "prompts",
         "schedule",
         "config",
@@ -139,15 +133,24 @@ def test_one_bit_in_the_middle_of_what_a_rank_reads_is_seen(words, change, field
     assert differing(hosts, *words) == fields
 
 
+def test_other_checkpoints_of_one_name_are_seen(hosts):
+    alone(*TRAIN, *SMALL, "--eval-tokens", 64, "--out", "run", cwd=hosts[0]).ended()
+    shutil.copytree(hosts[0] / "run", hosts[1] / "run")
+    words = ("train", "--resume", "run", "--steps", 9)
+    assert differing(hosts, *words) == []
+    step = hosts[1] / "run" / "checkpoints" / "step-00000002"
+    other = replace(read_manifest(step), schedule="gpipe")
+    (step / "manifest.json").write_text(other.text())
+    assert differing(hosts, *words) == ["checkpoint"]
+
+
 @pytest.mark.text
 def test_the_files_of_a_tokenizer_are_compared(hosts):
-    for host in hosts:
-        save_tokenizer(host / "w")
     words = (*TRAIN, "--init-from", "w")
+    shape = {"d_model": 8, "heads": 2, "layers": 1, "ffn": 8, "vocab_size": 400}
     for host in hosts:  # a model with as many ids as the tokenizer has
-        checkpoint.save(
-            fresh(d_model=8, heads=2, layers=1, ffn=8, vocab_size=400, dtype="float32"), host / "w"
-        )
+        save_tokenizer(host / "w")
+        checkpoint.save(fresh(**shape, dtype="float32"), host / "w")
     assert differing(hosts, *words) == []
     path = hosts[1] / "w" / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -222,17 +225,19 @@ def test_a_file_is_read_once_until_it_changes(tmp_path, cache, monkeypatch):
     assert reads
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"file": "x"}'])
-def test_what_is_damaged_in_the_cache_is_not_believed(content, tmp_path, cache, monkeypatch):
+def test_what_is_damaged_in_the_cache_is_not_believed(tmp_path, cache):
     (tmp_path / "f").write_bytes(b"abc")
     first = digest(tmp_path / "f")
     (kept,) = cache.iterdir()
-    kept.write_text(content)
+    kept.write_text('{"file": "x"}')
     assert digest(tmp_path / "f") == first
-    kept.unlink()
-    monkeypatch.setattr(digests, "SETTLED", 10**12)  # it was just written, and may be again
-    assert digest(tmp_path / "f") == first
-    assert not list(cache.iterdir())
+
+
+def test_a_file_that_was_just_written_is_read_again(tmp_path, cache, monkeypatch):
+    monkeypatch.setattr(digests, "SETTLED", 10**12)
+    (tmp_path / "f").write_bytes(b"abc")
+    digest(tmp_path / "f")
+    assert not cache.exists() or not list(cache.iterdir())
 
 
 def test_tokens_are_checked_again_only_for_a_smaller_vocabulary(tmp_path, cache, monkeypatch):
@@ -259,25 +264,21 @@ def found(path):
     )
 
 
-def test_the_fingerprint_of_a_large_token_file_sees_every_byte(tmp_path):
-    path = tmp_path / "large.bin"
+def test_the_fingerprint_of_a_large_token_file_sees_every_byte_and_the_cut(tmp_path):
+    path, other = tmp_path / "large.bin", tmp_path / "other.bin"
     tokens = np.zeros(2 * LARGE, np.uint16)
-    seen = []
-    for place in (None, LARGE, 0, -1):
-        if place is not None:
-            tokens[place] = 1
-        tokens.tofile(path)
-        seen.append(found(path)[1])
-    assert {(one["length"], one["dtype"]) for one in seen} == {(2 * LARGE, "uint16")}
-    assert len({one["files"] for one in seen}) == 4
-    (tmp_path / "moved").mkdir()
-    path.rename(tmp_path / "moved" / "other.bin")
-    assert found(tmp_path / "moved" / "other.bin")[1] == seen[-1]
-    arrays, _ = found(tmp_path / "moved" / "other.bin")
+    tokens.tofile(path)
+    tokens[LARGE] = 1
+    tokens.tofile(other)
+    first, second = (found(one)[1] for one in (path, other))
+    assert (first["length"], first["dtype"]) == (2 * LARGE, "uint16")
+    assert first["files"] != second["files"]
+    path.rename(tmp_path / "moved.bin")
+    arrays, moved = found(tmp_path / "moved.bin")
+    assert moved == first
+    digests = {arrays[0].pieces[0].file.name: "x"}
     other_cut = [arrays[0][:LARGE], arrays[0][LARGE:]]  # other tokens are held out
-    assert fingerprint(other_cut, {arrays[0].pieces[0].file.name: "x"}) != fingerprint(
-        arrays, {arrays[0].pieces[0].file.name: "x"}
-    )
+    assert fingerprint(other_cut, digests) != fingerprint(arrays, digests)
 
 
 def test_a_checkpoint_refuses_what_has_changed():

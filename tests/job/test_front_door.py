@@ -112,7 +112,6 @@ def test_measured_memory_stands_beside_the_predicted(layout, runs):
     assert [row[0] for row in rows[1:]] == [str(i) for i in range(np.prod(layout))]
     for row in rows[1:]:
         assert float(row[3]) > 0.9, "an array that the prediction has was never made"
-        assert not row[4].startswith("0 B"), "Python has made no object"
     predicted = [cells(line)[-1] for line in section(text, "rank host")]
     assert [row[1] for row in rows[1:]] == predicted
 
@@ -123,7 +122,7 @@ def test_memory_is_shown_before_it_is_taken(tmp_path):
     command = [*PROGRAM, "train", *huge.split(), "--out", str(tmp_path / "run")]
     limited = ["bash", "-c", 'ulimit -v 16777216; exec "$@"', "limited", *command]
     result = run_command(limited, LIMIT, environment()).ended(69)
-    assert re.search(r"out of memory: weights .* of block\d+\..* wants [\d.]+ GiB", result.stderr)
+    assert re.search(r"out of memory: weights of block\d+\..* [\d.]+ GiB for an", result.stderr)
     peak = re.search(r"([\d.]+) GiB$", section(result.stdout, "rank host place")[0])
     assert float(peak[1]) > 4 * 24 * 4 * 65536**2 / 2**30  # weights, gradients and two moments
 

@@ -93,16 +93,6 @@ def test_a_broken_csv_file_is_refused(tmp_path, rows, what):
     assert not (tmp_path / "run").exists()
 
 
-def test_measured_bubble_stands_beside_the_simulated_one(tmp_path):
-    result = mpipar("train", *SMALL, "--schedule", "naive", "--out", tmp_path / "run", ranks=2)
-    assert "busy share and bubble of naive" in result.stdout, result.tail()
-    pattern = r"^(\d) +([\d.]+)% +([\d.]+)% +[\d.]+ ms +[\d.]+ ms$"
-    rows = re.findall(pattern, result.stdout, re.MULTILINE)
-    assert [row[0] for row in rows] == ["0", "1"]
-    # One microbatch in flight: the simulated shares of both ranks add up to all of the time.
-    assert sum(float(row[2]) for row in rows) == pytest.approx(100, abs=0.2)
-
-
 # --- `--all-reduce` as a user types it: a rank that dies
 
 
@@ -180,7 +170,7 @@ def test_initial_weights_and_a_run_that_goes_on(trained):
     evaluate(trained, "--out", "again")
     words = ["--resume", "auto", "--out", "again", "--steps", "1"]
     shown = alone("train", *words, cwd=trained).ended().stdout
-    assert "the run starts at step 1, from the weights of first" in shown
+    assert "the run starts at step 1" in shown
     assert result(trained / "again")["step"] == 1
 
 

@@ -14,15 +14,13 @@ class PeakMemory:
     On the CPU Python's allocation tracing counts them, during the first two steps only, because it
     slows down small allocations. Of two steps only the second one's peak is used: in the first, a
     compiler such as Numba's temporarily takes memory that is no array. On a GPU the peak is what
-    CuPy's pool holds: arrays, and freed blocks that fitted no later array.
-
-    peak: bytes of arrays. objects: bytes of everything else that Python allocated meanwhile and
-    still holds, such as what Numba's compiler keeps; they are not part of `peak`.
+    CuPy's pool holds: arrays, and freed blocks that fitted no later array. `peak` leaves out all
+    else that Python allocated meanwhile and still holds, such as what Numba's compiler keeps.
     """
 
     def __init__(self, ops):
         self.ops, self.counts = ops, ops.device == "cpu"
-        self.peak = self.objects = self.steps = 0
+        self.peak = self.steps = 0
 
     def start(self) -> None:
         """Begin before the run creates any array."""
@@ -46,8 +44,7 @@ class PeakMemory:
         together = tracemalloc.get_traced_memory()[1]
         traces = tracemalloc.take_snapshot().traces
         tracemalloc.stop()
-        self.objects = sum(trace.size for trace in traces if trace.domain != ARRAYS)
-        self.peak = together - self.objects
+        self.peak = together - sum(trace.size for trace in traces if trace.domain != ARRAYS)
 
 
 def process_peak() -> int:

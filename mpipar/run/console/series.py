@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import math
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -11,8 +10,6 @@ from pathlib import Path
 from mpipar.run.files.bounded import open_regular
 
 MOST_LINE = 1 << 20  # bytes
-MOST_DEPTH = 3  # nested objects in a line
-LARGEST = 1 << 63  # above any count in a line
 MOST_POINTS = 1000  # of a drawn curve; longer ones are drawn as means
 COLUMNS = {
     "step": "step",
@@ -46,30 +43,12 @@ def lines_of(folder: Path, name: str) -> Iterator[tuple[bytes, dict | None]]:
 
 
 def _object_of(line: bytes) -> dict | None:
-    """Return the object in a line if it holds a step, numbers, and nothing else; else None."""
-    try:
+    """Return the object in a line if it is that of a step, else None."""
+    with suppress(ValueError, RecursionError):
         value = json.loads(line.decode())
-    except (ValueError, RecursionError):
-        return None
-    whole = (
-        isinstance(value, dict)
-        and type(value.get("step")) is int
-        and value["step"] >= 0  # 0: weights that were only evaluated
-        and isinstance(value.get("loss", value.get("held_out_loss")), float)
-        and _has_numbers(value, MOST_DEPTH)
-    )
-    return value if whole else None
-
-
-def _has_numbers(value, depth: int) -> bool:
-    """Return whether this is a finite number, None, or an object of such values."""
-    if isinstance(value, dict):
-        return depth > 0 and all(_has_numbers(one, depth - 1) for one in value.values())
-    return (
-        value is None
-        or (isinstance(value, float) and math.isfinite(value))
-        or (isinstance(value, int) and abs(value) < LARGEST)
-    )
+        if isinstance(value, dict) and type(value.get("step")) is int:
+            return value
+    return None
 
 
 def read_lines(folder: Path, name: str) -> tuple[list[dict], int]:

@@ -1,7 +1,7 @@
 """The tables and lines that a training run prints, as plain text built from plain values."""
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from mpipar import models
 from mpipar.comm.grid import Grid
@@ -163,8 +163,8 @@ def holding_rows(facts: list[dict]) -> list[tuple]:
 
 
 def measured_memory(facts: list[dict]) -> str:
-    """Return predicted and measured bytes per rank: arrays, Python objects, and the process."""
-    rows = [("rank", "predicted peak", "measured peak", "ratio", "objects", "whole process")]
+    """Return predicted and measured bytes per rank: of arrays, and of the process."""
+    rows = [("rank", "predicted peak", "measured peak", "ratio", "whole process")]
     for fact in facts:
         predicted = sum(fact["memory"].values())
         rows.append(
@@ -173,7 +173,6 @@ def measured_memory(facts: list[dict]) -> str:
                 nbytes(predicted),
                 nbytes(fact["measured"]),
                 f"{fact['measured'] / predicted:.2f}",
-                nbytes(fact["objects"]),
                 nbytes(fact["process"]),
             )
         )
@@ -205,6 +204,24 @@ def status(result, tokens_per_second: float) -> str:
     return f"loss {result.loss:.4f}, {short_count(tokens_per_second)} tok/s"
 
 
+def crowded(hosts: list[str], cores: list[int]) -> str | None:
+    """Return a remark on hosts with more ranks than cores, or None.
+
+    hosts: of every rank. cores: that the ranks of its host may run on.
+    """
+    ranks = Counter(hosts)
+    told = ", ".join(
+        f"{host}: {ranks[host]} ranks share {have} core(s)"
+        for host, have in dict(zip(hosts, cores, strict=True)).items()
+        if ranks[host] > have
+    )
+    words = (
+        "so ranks also wait for each other's core: the times show the order of the work, not the"
+        " speed of a machine with a core for each rank"
+    )
+    return textwrap.fill(f"{told}, {words}", WIDTH) if told else None
+
+
 def barriers(facts: list[list], steps: int, timed: bool = True) -> str:
     """Return the barriers of a step by name, summed over blocks and microbatches.
 
@@ -228,14 +245,3 @@ def barriers(facts: list[list], steps: int, timed: bool = True) -> str:
         times = [f"{sum(ms) / len(ms):.2f}", f"{max(ms):.2f}"] * timed
         rows.append((*key, f"{calls / steps:.4g}", nbytes(size / steps), *times))
     return table(rows, left=len(Key._fields))
-
-
-def overlap(name: str, facts: list[tuple[int, int]]) -> str | None:
-    """Return how much of the messages' flight time was overlapped with computation.
-
-    facts: see `measured_step.flight_ns`. None if there were no such messages.
-    """
-    flight, hidden = (sum(values) for values in zip(*facts, strict=True))
-    if not flight:
-        return None
-    return f"{name}: its rank computed in {hidden / flight:.0%} of the time of flight"

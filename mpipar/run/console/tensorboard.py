@@ -1,7 +1,6 @@
 """Event files for TensorBoard (the extra `tensorboard`): the numbers of metrics.jsonl as curves."""
 
 import importlib.util
-import os
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,9 +45,7 @@ class Events:
             from tensorboard.compat.proto.event_pb2 import SessionLog
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-            for name in os.listdir(no_links.folder(run_folder, FOLDER, make=True)):
-                os.close(no_links.opened(run_folder / FOLDER, name, os.O_RDONLY))  # no link
-            self.writer = EventFileWriter(str(run_folder / FOLDER))
+            self.writer = EventFileWriter(str(no_links.folder(run_folder, FOLDER, make=True)))
             self._event(first_step, session_log=SessionLog(status=SessionLog.START))
 
     @contextmanager

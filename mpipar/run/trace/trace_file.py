@@ -29,8 +29,7 @@ from mpipar.errors import DataError, UsageError
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
 from mpipar.run.console.series import read_lines
-from mpipar.run.console.tables import describe_stage
-from mpipar.run.console.time_shares import crowded
+from mpipar.run.console.tables import crowded, describe_stage
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import open_regular, parse_json, problems_as, read_json
 from mpipar.run.files.replace import replace_file

@@ -1,7 +1,7 @@
 """Busy fraction and bubble of each pipeline rank, measured and simulated.
 
 The measured fraction compares compute spans with the time from start to end of the pipeline, for
-the steps still in the ring. All ranks start a step together, because they have just agreed on the
+the traced steps. All ranks start a step together, because they have just agreed on the
 previous step's norm, so the slowest rank's duration is that of the step and no clocks need to be
 compared. The simulation runs the same schedule with the measured mean cost of each stage's passes
 and instantaneous messages.
@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from mpipar.comm.record import PASSES, Recorder, Span
+from mpipar.comm.record import PASSES, Span
 from mpipar.pipeline.instructions import Schedule
 from mpipar.run.console.tables import table
 from mpipar.study.schedules.simulate import Costs, simulate
@@ -29,18 +29,6 @@ class Row(NamedTuple):
     bubble: float
     simulated_busy: float
     simulated_bubble: float
-
-
-def recorded_facts(recorder: Recorder) -> Facts:
-    """Return the `span_facts` of this rank's steps that are complete in the ring.
-
-    The oldest may have lost its first spans.
-    """
-    spans = list(recorder.spans)
-    whole = {span.step for span in spans if span.kind == "pipeline"}
-    if len(whole) > 1:
-        whole.discard(min(whole))
-    return span_facts(spans, whole)
 
 
 def span_facts(spans: Iterable[Span], whole: set[int]) -> Facts:

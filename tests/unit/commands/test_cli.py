@@ -277,7 +277,7 @@ def contents(folder):
         ("--init-from weights", 65, ["--init-from weights", "config.json: is not an object"]),
         ("--init-from .", 65, ["--init-from weights", "config.json: is not an object"]),
         ("--out weights", 2, ["never overwrites"]),
-        ("--out text.txt", 2, ["text.txt is a file"]),
+        ("--out text.txt", 2, ["text.txt: Not a directory"]),
         ("--out text.txt/run", 74, ["text.txt/run"]),
     ],
 )

@@ -1,17 +1,21 @@
-"""The contents of report.html, metrics.csv and TensorBoard's files, whatever is in the way."""
+"""What a run shows: report.html, metrics.csv, TensorBoard's files, and the progress line."""
 
 import csv
 import importlib.util
-import re
+import io
 
 import pytest
 from in_process import assert_refused
-from program import metrics, mpipar
+from program import metrics
 from report_cases import config_of, data_of, lines_of, run_folder, told
-from short_runs import TINY, ended, train
+from short_runs import TINY, train
 
+from mpipar.run.console import progress as progress_module
+from mpipar.run.console.output import Log
+from mpipar.run.console.progress import progress
 from mpipar.run.console.tensorboard import TAGS, Events
 from mpipar.run.folder import truncate_after
+from mpipar.run.process.streams import warn
 from mpipar.study import report
 
 HOSTILE = "</script><script>alert(1)</script><!--\x1b[2J[[DATA]]"
@@ -32,7 +36,6 @@ def test_what_the_page_shows(tmp_path):
     assert data["state"] == "ended after step 40"
     found = {name: value for name, value, _ in data["summary"]}
     assert found["held-out loss"] == f"{6 / 40**0.5:.4f}"
-    assert found["trained on"] == "40.96k"  # 40 steps of 16 rows of 64 tokens
     assert (found["speed"], found["time in barriers"]) == ("4.12k", "25%")
     assert len(data["curves"]) == 5
     training, held_out = data["curves"][0]["series"]
@@ -60,16 +63,13 @@ def test_hostile_names_stay_text(tmp_path):
     ), "a page loads nothing"
 
 
-@pytest.mark.parametrize("name", ["report.html", "metrics.csv"])
-def test_a_failure_is_said_and_ends_nothing(name, tmp_path):
+def test_a_failure_is_said_and_ends_nothing(tmp_path):
     folder, said = run_folder(tmp_path), []
-    (folder / name / "x").mkdir(parents=True)
-    report.write(folder, config_of(), told(), said.append)
-    assert said == ["no report.html: Is a directory"]
+    (folder / "report.html" / "x").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("no json\n")
     report.write(folder, config_of(), told(), said.append)
-    assert said[1].startswith("report.html and metrics.csv are without 1 damaged line")
-    assert said[2] == "no report.html: Is a directory"
+    assert said[0].startswith("report.html and metrics.csv are without 1 damaged line")
+    assert said[1] == "no report.html: Is a directory"
     assert not list(folder.glob("*.partial"))
 
 
@@ -77,32 +77,7 @@ def test_going_on_takes_away_what_was_made_of_later_steps(tmp_path):
     folder = run_folder(tmp_path)
     written(folder)
     truncate_after(folder, 25)
-    kept = {"metrics.jsonl", "evaluations.jsonl", "log.txt"}
-    assert {path.name for path in folder.iterdir()} == kept
-
-
-def steps_and_losses(folder):
-    return [
-        (row["step"], row["loss_nats"], row["held_out_loss_nats"])
-        for row in csv.DictReader((folder / "metrics.csv").open())
-    ]
-
-
-def test_a_stopped_run_has_both_and_goes_on_in_them(text_folder):
-    words = [*TINY, "--eval-interval", "4", "--eval-tokens", "40"]
-    train(text_folder, *words, "--out", "whole")
-    ended(text_folder, "stop", 6, *words, "--out", "run").ended(75)
-    data = data_of((text_folder / "run" / "report.html").read_text())
-    last = int(re.fullmatch(r"stopped on request after step (\d) of 10", data["state"])[1])
-    assert len(steps_and_losses(text_folder / "run")) == last >= 6
-    text = train(text_folder, "--resume", "auto", "--out", "run")
-    assert "report.html shows the run; open it in a browser" in text
-    assert steps_and_losses(text_folder / "run") == steps_and_losses(text_folder / "whole")
-    pages = [data_of((text_folder / name / "report.html").read_text()) for name in ("run", "whole")]
-    assert pages[0]["state"] == "ended after step 10"
-    assert pages[0]["curves"][:3] == pages[1]["curves"][:3]
-    assert "held-out loss" in pages[0]["log"]
-    assert dict(pages[0]["tables"][1]["rows"])["command"].startswith("mpipar train --resume auto")
+    assert not {"report.html", "metrics.csv"} & {path.name for path in folder.iterdir()}
 
 
 # --- event files for TensorBoard: read back by TensorBoard itself, also after a run was resumed
@@ -124,20 +99,13 @@ def curves(folder):
 
 
 @needs_package
-def test_a_run_that_goes_on_has_each_step_once(text_folder):
-    train(text_folder, *WORDS, "--out", "whole")
-    ended(text_folder, "stop", 4, *WORDS, "--out", "run").ended(75)  # a step with an evaluation
-    # a process of its own: within a second the number of the process orders the files
-    mpipar("train", "--resume", "auto", "--out", "run", cwd=text_folder).ended()
-    assert len(list((text_folder / "run" / "tensorboard").iterdir())) == 2
-    found, whole = (curves(text_folder / name) for name in ("run", "whole"))
+def test_a_run_has_its_numbers_as_curves(text_folder):
+    train(text_folder, *WORDS, "--out", "run")
+    found = curves(text_folder / "run")
     assert set(found) == set(TAGS.values()) - {"loss_scale"}
-    for tag in ("loss/training", "loss/held_out", "learning_rate", "gradient_norm"):
-        assert found[tag] == whole[tag]
-    assert list(found["loss/training"]) == list(range(1, 11))
     assert list(found["loss/held_out"]) == [4, 8, 10]
-    for line in metrics(text_folder / "run"):
-        assert found["loss/training"][line["step"]] == pytest.approx(line["loss"], rel=1e-6)
+    losses = {line["step"]: line["loss"] for line in metrics(text_folder / "run")}
+    assert found["loss/training"] == pytest.approx(losses, rel=1e-6)
 
 
 @needs_package
@@ -146,7 +114,6 @@ def test_steps_that_are_taken_again_are_dropped(tmp_path):
         events = Events(tmp_path, first)
         for step in range(first, last + 1):
             events.add({"step": step, "loss": loss, "grad_norm": None})
-        events.sync()
         events.close()
     assert curves(tmp_path) == {
         "loss/training": {step: 1.0 if step < 5 else 2.0 for step in range(1, 11)}
@@ -169,3 +136,102 @@ def test_without_the_package_the_run_does_not_begin(tmp_path, monkeypatch):
     said = ["--tensorboard: the package tensorboard is not installed", "pip install"]
     assert_refused(69, said, "train", "--tensorboard", folder=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+# --- the progress line, which rewrites itself
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def open_terminal(monkeypatch):
+    """From its call on, standard output and error are one terminal."""
+
+    def start(made=None):  # not before: pytest sets both streams at the start of a test
+        made = made or Terminal()
+        monkeypatch.setattr("sys.stdout", made)
+        monkeypatch.setattr("sys.stderr", made)
+        monkeypatch.setenv("TERM", "xterm")
+        return made
+
+    return start
+
+
+def shown(terminal):
+    """What stands on the lines of the screen: on each, what comes after the last return."""
+    lines = (line.rpartition("\r")[2].strip() for line in terminal.getvalue().split("\n"))
+    return [line for line in lines if line]
+
+
+class Pipe(io.StringIO):
+    encoding = "utf-8"
+
+
+@pytest.mark.parametrize("seconds", [0, 3600])
+def test_where_there_is_no_terminal_a_line_comes_only_now_and_then(
+    seconds, open_terminal, monkeypatch
+):
+    pipe = open_terminal(Pipe())
+    monkeypatch.setattr(progress_module, "SECONDS", seconds)
+    with progress("text", 50, "B") as line:
+        for _ in range(50):
+            line.update()
+    found = pipe.getvalue().splitlines()
+    assert "\r" not in pipe.getvalue()
+    assert bool(found) == (seconds == 0)
+    assert all(one.startswith("text: ") for one in found)
+
+
+@pytest.mark.parametrize("patience", [-1, 3600])
+def test_a_checkpoint_that_takes_long_has_a_line(patience, open_terminal, monkeypatch):
+    pipe = open_terminal(Pipe())
+    monkeypatch.setattr(progress_module, "SECONDS", 0)
+    monkeypatch.setattr(progress_module, "PATIENCE_SECONDS", patience)
+    assert b"".join(progress_module.watched("checkpoint", [b"ab", b"cd", b"e"], 5)) == b"abcde"
+    found = pipe.getvalue().splitlines()
+    assert [one.split()[:2] for one in found[:1]] == [["checkpoint:", "40%|####"]] * (patience < 0)
+
+
+@pytest.mark.parametrize(
+    ("rank", "term", "kind", "taken"),
+    [
+        (0, "xterm", Terminal, True),
+        (0, "dumb", Terminal, False),
+        (0, "xterm", Pipe, False),
+        (1, "xterm", Terminal, False),
+    ],
+)
+def test_when_steps_have_a_line(rank, term, kind, taken, open_terminal, monkeypatch):
+    open_terminal(kind())
+    monkeypatch.setenv("TERM", term)
+    log = Log(rank)
+    with log.steps(0, 9):
+        assert (log.line is not None) == taken
+    assert log.line is None
+
+
+def test_the_screen_holds_the_log_but_for_the_lines_of_steps(open_terminal):
+    """Of these only the last."""
+    terminal, log = open_terminal(), Log(0)
+    log("the layout")
+    with log.steps(0, 9):
+        for step in range(1, 10):
+            log.step(f"step {step}/9", last=step == 9)
+            log.status("loss 1.0")
+            if step == 5:
+                log("saved")
+                warn("late")
+    log("the end")
+    assert "\rtrain: " in terminal.getvalue()
+    assert shown(terminal) == [
+        "the layout",
+        "saved",
+        "mpipar: warning: late",
+        "step 9/9",
+        "the end",
+    ]

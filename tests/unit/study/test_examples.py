@@ -4,9 +4,10 @@ import io
 import re
 import sys
 
+import numpy as np
 import pytest
 from helpers import REPOSITORY, run_command, run_ranks
-from in_process import assert_refused, printed
+from in_process import alone, assert_refused, printed
 from program import LIMIT, environment
 from program import mpipar as start
 
@@ -224,3 +225,38 @@ def test_convolutions_of_the_docs_equal_those_of_one_rank(ranks):
 def test_an_example_without_its_sums_is_caught(name):
     program = [sys.executable, "-c", PLANTED.format(str(DOCS / name))]
     assert largest_difference(run_ranks(2, program, LIMIT, environment())) > 1e-3
+
+
+# --- one_file.py, which gives the losses of `mpipar train` on every layout
+
+
+ONE_FILE = REPOSITORY / "docs" / "examples" / "one_file.py"
+STEPS = 3
+COMMON = """--dtype float64 --batch-size 16 --num-microbatches 4 --lr-schedule constant --lr 1e-3
+    --clip 0 --eval-tokens 64 --sample-tokens 0""".split()
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """(a file of weights that have been trained for a step, the package's run from there)."""
+    first, second = (tmp_path_factory.mktemp("one_file") / name for name in ("first", "second"))
+    weights = first / "weights"
+    alone("train", "--out", first, *COMMON, "--steps", 1).ended()
+    alone("train", "--out", second, *COMMON, "--steps", STEPS, "--init-from", weights).ended()
+    return weights / "model.safetensors", second
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [
+    ("1,1,1", 1), ("1,2,2", 4),
+    pytest.param("1,2,1", 2, marks=pytest.mark.slow),
+    pytest.param("2,1,2", 4, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_losses_of_one_file_are_those_of_the_package(layout, ranks, reference):
+    weights, run = reference
+    program = [ONE_FILE, "--layout", layout, "--weights", weights, "--compare", run]
+    command = [sys.executable, *map(str, program)]
+    done = run_ranks(ranks, command, LIMIT, environment()).ended()
+    found = re.findall(r"^step +\d+  loss (\S+)  mpipar (\S+)$", done.stdout, re.MULTILINE)
+    assert len(found) == STEPS
+    ours, theirs = np.array(found, float).T
+    assert ours == pytest.approx(theirs, rel=1e-12, abs=0)

@@ -12,7 +12,6 @@ from mpipar.config.sections import build
 from mpipar.ops.shape_array import Ledger
 from mpipar.run.console.memory import PeakMemory
 from mpipar.run.data import rows
-from mpipar.run.resolve import memory_notes
 from mpipar.study.explain.predict import predict
 from mpipar.train.worker import Worker
 
@@ -58,7 +57,7 @@ USUAL = {("tiny", "numpy"), ("long", "numpy")}
     ],
 )
 def test_predicted_peak_is_the_measured_one(case, kernels):
-    """Python's objects and those of Numba's compiler count apart."""
+    """Python's objects and those of Numba's compiler do not count."""
     if kernels == "numba" and not importlib.util.find_spec("numba"):
         pytest.skip("needs the extra cpu: Numba")
     config, _ = resolve(build(CASES[case] | {"kernels": kernels}), 1)
@@ -66,7 +65,6 @@ def test_predicted_peak_is_the_measured_one(case, kernels):
     assert abs(found.peak - predicted) <= max(SHARE * predicted, LEAST_BYTES), (
         f"predicted {predicted / 2**20:.2f} MiB, measured {found.peak / 2**20:.2f} MiB"
     )
-    assert found.objects > 0
 
 
 # Two blocks of which one pass of a simulated device takes seconds.
@@ -142,23 +140,3 @@ def test_a_prediction_without_logits_is_caught(monkeypatch):
     predicted = predict(config, 0).peak_total
     assert forgotten
     assert abs(found / predicted - 1) > SHARE
-
-
-@pytest.mark.parametrize(
-    ("values", "ranks", "who"),
-    [
-        ({"cp": 2}, 2, "--cp-attention ring"),
-        ({"cp": 2, "cp_attention": "ulysses"}, 2, None),
-        ({"device": "cuda"}, 1, "--kernels fused"),
-        ({"device": "cuda", "head_dim": 136}, 1, None),
-        ({}, 1, None),
-    ],
-)
-def test_a_note_says_where_there_are_no_scores_to_make_again(values, ranks, who):
-    config, _ = resolve(build({"recompute": "attention"} | values), ranks)
-    assert memory_notes(config) == (
-        []
-        if who is None
-        else [f"--recompute attention: changes nothing, because {who} keeps no scores"]
-    )
-    assert memory_notes(resolve(build(values), ranks)[0]) == []

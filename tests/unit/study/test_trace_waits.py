@@ -10,7 +10,7 @@ from trace_cases import waits_and_segments as analyse
 
 from bench.claims import time_shares
 from mpipar.comm.record import Record, Span
-from mpipar.run.console.time_shares import share_facts, share_table
+from mpipar.study.measured_step import share_facts, share_table
 from mpipar.study.trace import pop, segments, waits
 from mpipar.study.trace.analysis import Analysis
 from mpipar.study.trace.causes import Causes
