@@ -47,14 +47,8 @@ def run(context: Context) -> int:
         print(
             f"{layout_text(grid)}, schedule {grid.schedule_csv or grid.schedule},"
             f" {counted(grid.num_microbatches, 'microbatch')},"
-            " against one rank and one microbatch; float64"
+            " against one rank and one microbatch; in float64, whatever --dtype says"
         )
-        asked = parsed.config.run.dtype
-        if asked != "float64" and "dtype" in parsed.given:
-            inputs.notes.append(
-                f"in float64 in place of {asked}: this proves the layout for any dtype;"
-                " rounding would hide its mistakes"
-            )
         print("\n".join([*inputs.notes, ""]))
         worst = sorted(found, key=lambda one: (one.ok, -one.error))[:WORST]
         rows = [

@@ -1,6 +1,6 @@
 """The table of illegal combinations of settings: a row per reason, with the way out.
 
-These rows depend on settings alone. `run.combinations` adds those of schedules and holds the
+These rows depend on settings alone. `run.resolve` adds those of schedules and holds the
 whole table. Values that are wrong by themselves are refused by a field's bounds, and settings that
 belong to another choice by its `only`: see `config.setting`.
 

@@ -52,15 +52,7 @@ def prepare(
     found = {}
 
     def read_data(config):
-        try:
-            found["parts"], found["what"] = rows.load(config, thorough=host_rank == 0)
-        except DataError as error:
-            if config.run.init_from is None:
-                raise
-            # No flag can change the vocabulary of given weights.
-            cure = "give data prepared with the tokenizer of these weights"
-            parts = [text.partition("type --vocab-size") for text in error.problems]
-            raise DataError([before + (cut and cure) for before, cut, _ in parts]) from None
+        found["parts"], found["what"] = rows.load(config, thorough=host_rank == 0)
 
     def make_ops(config):
         found["ops"] = ops_module.make_for(config.run, host_rank)

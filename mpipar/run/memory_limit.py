@@ -11,15 +11,12 @@ import re
 import resource
 import traceback
 from contextlib import ExitStack, contextmanager
-from math import prod
 
 from threadpoolctl import threadpool_limits
 
 from mpipar.comm.record import source_line
 from mpipar.errors import OutOfMemory
-from mpipar.run.console.tables import nbytes
 from mpipar.run.process.environment import give_back_heap, keep_heap
-from mpipar.run.process.failure import NO_THREAD
 
 # What a process takes after its start besides the model's arrays: thread stacks, Python objects,
 # scratch tiles.
@@ -47,9 +44,7 @@ def memory_limit(config, ops):
             elif budget is not None:
                 _limit_data(ops, budget, taken_back)
             yield
-    except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and str(error) != NO_THREAD:
-            raise
+    except MemoryError as error:
         raise OutOfMemory(f"out of memory: {wanted(error)}, but {left}; {LESS}") from error
 
 
@@ -61,12 +56,12 @@ def _limit_data(ops, budget: int, taken_back: ExitStack) -> None:
     give_back_heap()
     before, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = data_bytes() + budget + RESERVE_BYTES
+    limit = limit if hard < 0 else min(limit, hard)  # -1: no limit
     # With more threads OpenBLAS allocates for each product, and if it cannot, it ends the process
     # without saying why.
     taken_back.enter_context(threadpool_limits(1, "blas"))
     taken_back.callback(keep_heap)
     taken_back.callback(resource.setrlimit, resource.RLIMIT_DATA, (before, hard))
-    limit = limit if hard < 0 else min(limit, hard)  # -1: no limit
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
@@ -76,8 +71,8 @@ def data_bytes() -> int:
         return int(re.search(r"^VmData:\s+(\d+) kB", file.read(), re.MULTILINE)[1]) * 1024
 
 
-def wanted(error: Exception) -> str:
-    """Return what could not be allocated: its label, shape, layer and source line, and its bytes.
+def wanted(error: MemoryError) -> str:
+    """Return what could not be allocated: its label, layer, source line, and the library's words.
 
     As in `ops/timed_ops.py`, the layer is the `name` of a function, else that of its `self`.
     """
@@ -92,9 +87,5 @@ def wanted(error: Exception) -> str:
         site = site or where
         if layer := local.get("name") or getattr(local.get("self"), "name", ""):
             break
-    shape, size = "", re.search(r"allocating ([\d,]+) bytes", str(error))  # CuPy's words
-    count = size and int(size[1].replace(",", ""))
-    if hasattr(error, "shape"):  # NumPy's
-        shape, count = f" {error.shape} {error.dtype}", prod(error.shape) * error.dtype.itemsize
     of = f" of {layer}" if layer else ""
-    return f"{label or 'a result'}{shape}{of} ({site}) wants {nbytes(count) if count else 'more'}"
+    return f"{label or 'a result'}{of} ({site}): {str(error).rstrip('.') or 'an allocation'}"

@@ -23,6 +23,7 @@ from mpipar.errors import DriftError, EnvironmentProblem, UserError
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
 from mpipar.run.checkpoint.save import place_among_copies
+from mpipar.run.process.consistency import ranges
 from mpipar.train.optim import TITLES
 from mpipar.train.worker import Worker
 
@@ -134,51 +135,26 @@ class Replicas:
         """Return an error that names each piece that drifted, with its ranks by what they hold.
 
         A fault spreads, because later gradients are computed with other weights. Where it began, it
-        is isolated and large, so pieces that differ on the fewest ranks come first, and among those
-        the piece whose sums are furthest apart, relative to its numbers.
+        is isolated, so pieces that differ on the fewest ranks come first.
         If no two ranks differ after all, the reduction that said so was wrong.
         Comm: see `check`.
         """
         worker, found = self.worker, []
-        sums = self._sums(drifted)
-        facts = (
-            gather_objects(
-                worker.mpi_world,
-                [[mine[piece], *sums[piece]] if piece in mine else None for piece in drifted],
-            )
-            or []
-        )
+        facts = gather_objects(worker.mpi_world, [mine.get(piece) for piece in drifted])
         for (kind, name, shard), *held in zip(drifted, *facts, strict=True) if facts else ():
             ranks: dict[int, list[int]] = {}
-            for world_rank, fact in enumerate(held):
-                if fact is not None:
-                    ranks.setdefault(fact[0], []).append(world_rank)
+            for world_rank, checksum in enumerate(held):
+                if checksum is not None:
+                    ranks.setdefault(checksum, []).append(world_rank)
             if len(ranks) < 2:
                 continue
-            _, totals, sizes = zip(*filter(None, held), strict=True)
-            apart = (max(totals) - min(totals)) / (min(sizes) or 1.0)
             parts = sorted(ranks.values(), key=lambda ranks: (len(ranks), ranks))
-            sides = " unlike ".join(_ranks_text(part) for part in parts)
+            sides = " unlike ".join(f"rank{'s' * (len(one) > 1)} {ranges(one)}" for one in parts)
             cut = f" (shard {shard})" if (kind, name, 1) in self.places else ""
             what = f"{TITLES[kind.split('.')[0]]} of {name}{cut}"
-            found.append((len(parts[0]), -apart, f"{what}: {sides}"))
-        lines = [line for *_, line in sorted(found, key=itemgetter(0, 1))]
+            found.append((len(parts[0]), f"{what}: {sides}"))
+        lines = [line for _, line in sorted(found, key=itemgetter(0))]
         more = [f"and {len(lines) - SHOWN} others"] if len(lines) > SHOWN else []
         text = "\n".join([f"step {step}: {DRIFT}", *lines[:SHOWN], *more]) if lines else ""
         told = broadcast_text(worker.mpi_world, text)
         return DriftError(told.splitlines()) if told else EnvironmentProblem(NO_DRIFT)
-
-    def _sums(self, pieces: list[PieceOf]) -> dict[PieceOf, tuple[float, float]]:
-        """Return the sum of each of these pieces here, and the sum of its absolute values."""
-        found = {}
-        for piece, _, view in self.pieces():
-            if piece in pieces:
-                values = np.asarray(self.worker.ops.to_host(view), np.float64)
-                found[piece] = float(values.sum()), float(np.abs(values).sum())
-        return found
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    """Return ranks as text: `rank 3` or `ranks 0, 1, 2 and 5 others`."""
-    shown, more = ", ".join(map(str, ranks[:8])), len(ranks) - 8
-    return f"rank{'s' * (len(ranks) > 1)} {shown}" + (f" and {more} others" if more > 0 else "")

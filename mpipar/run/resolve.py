@@ -3,17 +3,21 @@
 import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+from mpipar.config import combinations
 from mpipar.config import resolve as config_resolve
+from mpipar.config.combinations import Rule
+from mpipar.config.grid import GridConfig
 from mpipar.config.sections import Config, build, in_force, named
+from mpipar.config.setting import flag
 from mpipar.errors import DataError, UsageError, UserError
-from mpipar.layers.context import keeps_scores
-from mpipar.ops import shapes_for
 from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.instructions import Schedule
+from mpipar.pipeline.schedules.catalog import FAMILIES, LIMITS, Limit, num_stages
 from mpipar.run.checkpoint import formats
-from mpipar.run.combinations import RULES
 from mpipar.run.data.prepared import is_dataset, read_dataset
 from mpipar.run.files.settings import ParsedConfig, choice_problems
 from mpipar.run.source import find_source
@@ -64,20 +68,7 @@ def resolve(
     config, notes = config_resolve.resolve(
         config, world_size, checks, errors=errors, bad=parsed.bad, rules=RULES, **facts
     )
-    return config, [*parsed.notes, *notes, *source_notes, *memory_notes(config)]
-
-
-def memory_notes(config: Config) -> list[str]:
-    """Return a note if there are no scores that --recompute attention could recompute."""
-    if config.memory.recompute != "attention" or keeps_scores(
-        config.grid.cp_attention,
-        config.model.head_dim,
-        shapes_for(config.run, None).tiled_head_width,
-    ):
-        return []
-    method = config.grid.cp_attention
-    who = f"--cp-attention {method}" if method in ("ring", "gather") else "--kernels fused"
-    return [f"--recompute attention: changes nothing, because {who} keeps no scores"]
+    return config, [*parsed.notes, *notes, *source_notes]
 
 
 def with_weights_shape(parsed: ParsedConfig, shape: dict, source: str) -> Config:
@@ -131,3 +122,67 @@ def schedule_of_file(config: Config) -> Schedule | None:
         return read_csv(Path(path))
     except UsageError as error:
         raise UsageError([f"--schedule-csv {path}: {text}" for text in error.problems]) from None
+
+
+# --- the full table of illegal combinations: that of settings alone, and the schedules'
+
+
+def breaks(limit: Limit, v: SimpleNamespace) -> bool:
+    """Return whether counts break a limit of their schedule; a file has none."""
+    family = None if v.schedule_csv else FAMILIES.get(v.schedule)
+    return family is not None and limit.broken(family, v.pp, v.num_microbatches, v.chunks)
+
+
+def stages(v: SimpleNamespace) -> int | None:
+    """Return the number of stages into which the schedule of these values splits the model."""
+    if v.csv or v.schedule_csv or v.schedule not in FAMILIES:
+        return v.csv.num_stages if v.csv else None
+    return num_stages(v.schedule, v.pp, v.chunks)
+
+
+def order_of_a_file(name: str) -> Rule:
+    """Return the row of a setting that a schedule file already determines."""
+    return Rule(
+        f"{name} and a file",
+        (name, "schedule_csv"),
+        lambda v: v.schedule_csv is not None and getattr(v, name) != getattr(GridConfig, name),
+        f"the file brings its own order of work; leave {flag(name)} out",
+    )
+
+
+def number_of_a_file(name: str, own: str) -> Rule:
+    """Return the row of a number that a schedule file is made for. own: the number's name there."""
+    return Rule(
+        f"{name.replace('_', ' ')} of a file",
+        (name, "schedule_csv"),
+        lambda v: v.csv and getattr(v, name) != getattr(v.csv, own),
+        f"the schedule of the file is made for {flag(name)} {{csv.{own}}}; use that",
+        complete=True,
+    )
+
+
+RULES = (
+    *combinations.RULES,
+    *(
+        Rule(
+            limit.name,
+            limit.settings,
+            partial(breaks, limit),
+            limit.sentence,
+            complete="pp" in limit.settings,  # which may be chosen
+        )
+        for limit in LIMITS
+    ),
+    Rule(
+        "number of stages",
+        ("stage_layers", "schedule_csv", "schedule", "pp", "chunks"),
+        lambda v: v.stage_layers is not None and stages(v) not in (None, len(v.stage_layers)),
+        "it must give the number of blocks for each stage of the schedule; use as many numbers as"
+        " there are stages, or leave --stage-layers out",
+        complete=True,
+    ),
+    order_of_a_file("schedule"),
+    order_of_a_file("chunks"),
+    number_of_a_file("pp", "pp_size"),
+    number_of_a_file("num_microbatches", "num_microbatches"),
+)

@@ -20,7 +20,7 @@ from mpipar.config.run import SUMS
 from mpipar.errors import UserError
 from mpipar.models import decoder
 from mpipar.pipeline.schedules.catalog import SCHEDULES
-from mpipar.run.combinations import RULES
+from mpipar.run.resolve import RULES
 from tests.helpers.lives.array import case_of, described, pairs, row_of
 
 FILE = Path(__file__).with_name("drawn.json")

@@ -25,6 +25,7 @@ from small_model import (
 from mpipar.errors import DriftError, NonFiniteError
 from mpipar.layers.loss import CrossEntropy
 from mpipar.run import replicas
+from mpipar.run.process.consistency import ranges
 from mpipar.run.replicas import Replicas
 from mpipar.train import gradsync
 from mpipar.train.gradsync import GradSync
@@ -99,8 +100,8 @@ def test_copies_stay_equal(name, dtype):
     worker.close()
 
 
-def drift(layout, kind, name, num_microbatches=2, steps=1, bit=1, **options):
-    """Change one bit of a number on the last rank that holds `name`, after step 1 of `steps`.
+def drift(layout, kind, name, num_microbatches=2, **options):
+    """Change one bit of a number on the last rank that holds `name`, after step 1.
 
     Returns the text of the error, and the ranks that hold the tensor.
     """
@@ -112,11 +113,9 @@ def drift(layout, kind, name, num_microbatches=2, steps=1, bit=1, **options):
     found = part_of(worker, name, kind)
     holders = [rank for rank, held in enumerate(WORLD.allgather(found is not None)) if held]
     if holders[-1] == WORLD.rank:
-        found.reshape(-1)[-1:].view(np.uint32)[...] ^= np.uint32(bit)
-    for number in range(2, steps + 1):
-        step(number)
+        found.reshape(-1)[-1:].view(np.uint32)[...] ^= np.uint32(1)
     try:
-        return raised_everywhere(DriftError, lambda: copies.check(steps)), holders
+        return raised_everywhere(DriftError, lambda: copies.check(1)), holders
     finally:
         worker.close()
 
@@ -149,26 +148,14 @@ def test_one_bit_of_a_copy_is_found_and_named(layout, kind, name):
     ), text
 
 
-@pytest.mark.parametrize("bit", [1 << 12, 1 << 29])
-@pytest.mark.parametrize(
-    ("layout", "kind", "name"), [*OF_COPIES, (PP, "master", "embedding.tokens")]
-)
-@pytest.mark.ranks(2)
-def test_a_bit_that_changed_some_steps_ago_is_still_named(layout, kind, name, bit):
-    """The wrong number has been computed with in the meantime: with tp all tensors are wrong."""
-    text, _ = drift(layout, kind, name, steps=3, bit=bit)
-    assert text.startswith("step 3: copies of tensors differ"), text
-    assert f" of {name}: rank 0 unlike rank 1" in text, text
-
-
 @pytest.mark.parametrize("layout", HERE[1:], ids=str)
 @pytest.mark.ranks(4)
 def test_the_ranks_that_differ_are_named(layout):
     """A norm of the last stage: on 2 ranks of a 2 x 2 layout, or 4 of 2 x 2 without a pipeline."""
     text, holders = drift(layout, "master", "block4.norm2.w")
-    sides = [f"rank {holders[-1]}", "ranks " + ", ".join(map(str, holders[:-1]))]
-    if len(holders) == 2:
-        sides = [f"rank {rank}" for rank in holders]
+    sides = [f"rank {rank}" for rank in holders]
+    if len(holders) > 2:
+        sides = [f"rank {holders[-1]}", f"ranks {ranges(holders[:-1])}"]
     assert text.endswith(f"weights of block4.norm2.w: {sides[0]} unlike {sides[1]}"), text
 
 

@@ -13,9 +13,8 @@ from mpipar.config.resolve import broken_rules
 from mpipar.errors import EXIT_USAGE, UsageError
 from mpipar.pipeline.csv_format import write_csv
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.run.combinations import RULES
 from mpipar.run.files.settings import read
-from mpipar.run.resolve import schedule_of_file
+from mpipar.run.resolve import RULES, schedule_of_file
 
 BY_NAME = {rule.name: rule for rule in RULES}
 OF_FILE = "--schedule-csv 1f1b.csv --pp 2 --num-microbatches 4"

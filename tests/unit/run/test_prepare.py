@@ -541,7 +541,6 @@ def test_held_out_data_of_another_tokenizer_is_refused(folder):
 
 
 def test_weights_keep_their_vocabulary(folder):
-    """No flag can change it, so none is named."""
     save(fresh(layers=1, d_model=8, heads=2, ffn=8, seq_len=16, vocab_size=256), Path("weights"))
-    parts = ["vocabulary of 256; give data prepared with the tokenizer"]
-    assert_refused(65, parts, "train", "--data", "out", "--init-from", "weights")
+    words = ("train", "--data", "out", "--init-from", "weights")
+    assert_refused(65, ["outside the vocabulary of 256"], *words)
