@@ -34,15 +34,6 @@ def many():
     ]
 
 
-def lives(folder, cases, **named):
-    """(case, Check) of the lives, and all that is wrong, on every rank. Comm: a broadcast."""
-    wrong = []
-    for case, check in live_all(WORLD, folder, cases, where=lambda text: None, **named):
-        if check:
-            wrong += [f"case {case['number']}, {text}" for text in check.wrong]
-    return WORLD.bcast(wrong)
-
-
 def plain_case(**values):
     """The case of first choices but for these values, on world rank 0."""
     return [] if WORLD.rank else [{**few()[0], **values}]
@@ -51,7 +42,7 @@ def plain_case(**values):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
 def test_every_value_lives(part, folder):
-    assert lives(folder, few()[part::4] if WORLD.rank == 0 else None) == []
+    assert live_all(WORLD, folder, few()[part::4] if WORLD.rank == 0 else None) == []
 
 
 @pytest.mark.ranks(4)
@@ -61,7 +52,7 @@ def test_cases_of_all_pairs_live(part, folder):
     """A third of them: all take the cores for ten minutes."""
     cases = many()[EACH * part :: EACH * PARTS] if WORLD.rank == 0 else None
     quiet_barrier(WORLD)
-    assert lives(folder, cases) == []
+    assert live_all(WORLD, folder, cases) == []
 
 
 # --- broken twins
@@ -131,7 +122,9 @@ TWINS = [  # what is replaced, by what, the values of the life that must find it
     ids=[called(twin) for _, _, twin, *_ in TWINS],
 )
 def test_a_life_finds(owner, name, twin, values, message, folder, monkeypatch):
-    found = lives(folder, plain_case(**values), planted=planting(monkeypatch, owner, name, twin))
+    found = live_all(
+        WORLD, folder, plain_case(**values), planted=planting(monkeypatch, owner, name, twin)
+    )
     assert any(message in text for text in found), found
 
 
@@ -143,6 +136,6 @@ def test_a_life_finds(owner, name, twin, values, message, folder, monkeypatch):
 def test_a_narrow_type_is_close_enough_to_find_a_wrong_step(dtype, folder, monkeypatch):
     planted = planting(monkeypatch, worker, "learning_rate", larger_steps)
     cases = plain_case(dtype=dtype)
-    assert lives(folder / "right", cases) == []
-    found = lives(folder / "wrong", cases, planted=planted)
+    assert live_all(WORLD, folder / "right", cases) == []
+    found = live_all(WORLD, folder / "wrong", cases, planted=planted)
     assert any("of its movement" in text for text in found), found

@@ -20,7 +20,6 @@ Refusals = Callable[[Case], list[str]]
 LETTERS = string.digits + string.ascii_lowercase
 
 DEEPEST = 6  # refusals that are overcome one after the other
-TRIES = 3  # candidates, of which the best is taken
 NEAR = 3  # known cases from which the search for a pair of values starts
 LOOKS = 1  # attempts with a choice that never overcomes a kind of refusal
 
@@ -34,12 +33,10 @@ class Completion:
         # tried.
         self.matters: dict = defaultdict(Counter)
         self.tries: dict = defaultdict(Counter)
-        self.why = (DEEPEST, "")  # the refusal that the newest search did not get past
 
     def of(self, part: Case, near: Case | None = None) -> dict | None:
         """Return a whole legal case with these values, or None. near: a case to begin with."""
         first = {name: values[0] for name, values in self.choices.items()}
-        self.why = (DEEPEST + 1, "")
         return self._mended({**first, **(near or {}), **part}, frozenset(part), DEEPEST)
 
     def _mended(self, case, fixed, depth):
@@ -47,7 +44,6 @@ class Completion:
         if not wrong:
             return case
         kind = kind_of(wrong[0])
-        self.why = min(self.why, (depth, kind))
         if not depth:
             return None
         matters, tries = self.matters[kind], self.tries[kind]
@@ -143,48 +139,27 @@ def singles(choices: Mapping, refusals: Refusals) -> list[dict]:
     return cases
 
 
-def pairs(choices: Mapping, refusals: Refusals) -> tuple[list[dict], list[tuple[dict, str]]]:
-    """Return (cases in which each legal pair of values occurs, illegal pairs and what refuses
-    them).
+def pairs(choices: Mapping, refusals: Refusals) -> tuple[list[dict], list[dict]]:
+    """Return cases in which each legal pair of values occurs, and all illegal pairs.
 
-    Each case begins with a pair whose values lack many pairs. Of a few such cases the one with the
-    most new pairs is taken.
+    Each case begins with the pair whose values lack most pairs.
     """
     completion, coverage = Completion(choices, refusals), Coverage(choices)
-    rng, cases, refused, open_ = np.random.default_rng(0), [], [], coverage.different()
+    rng, cases, illegal, open_ = np.random.default_rng(0), [], [], coverage.different()
     while len(left := np.argwhere(open_ & ~coverage.seen)):
         lacks = np.bincount(left.ravel(), minlength=len(coverage.values))
-        of_choice = Counter(dict.fromkeys(choices, 0))
-        for (name, _), count in zip(coverage.values, lacks, strict=True):
-            of_choice[name] += int(count)
-        found = []
-        for places in left[np.argsort(-lacks[left].sum(1) + rng.random(len(left)))[:TRIES]]:
-            order = sorted(choices, key=lambda name: -of_choice[name] * (1 + rng.random() / 3))
-            part = coverage.part(places)
-            if case := filled(part, coverage, completion, order):
-                found.append(case)
-            else:
-                open_[tuple(places)] = False
-                refused.append(part)
-        if found:
-            cases.append(max(found, key=coverage.news))
-            coverage.add(cases[-1])
-    illegal = []
-    for part in refused:  # a case with one of the values may be closer to a legal one with both
-        if coverage.seen[tuple(coverage.places(part))]:
-            continue
-        near = [
-            one
-            for name, value in part.items()
-            for one in [case for case in cases if case[name] == value][:NEAR]
-        ]
-        tried = (filled(part, coverage, completion, choices, one) for one in [None, *near])
+        places = left[lacks[left].sum(1).argmax()]
+        part = coverage.part(places)
+        near = [None, *(one for one in cases if part.items() & one.items())][: NEAR + 1]
+        order = rng.permutation(list(choices))
+        tried = (filled(part, coverage, completion, order, one) for one in near)
         if case := next(filter(None, tried), None):
             cases.append(case)
             coverage.add(case)
         else:
-            illegal.append((part, completion.why[1]))
-    return cases, illegal
+            open_[tuple(places)] = False
+            illegal.append(part)
+    return cases, [part for part in illegal if not coverage.seen[*coverage.places(part)]]
 
 
 # --- a case as a row of letters, one for each choice: the index of its value

@@ -35,7 +35,7 @@ def read() -> dict[str, list]:
     """Return the kept arrays.
 
     few: exact cases on at most two ranks, in which each value occurs. pairs: cases in which each
-    legal pair of values occurs. illegal: (pair of values, what refuses it). Raises ValueError if
+    legal pair of values occurs. illegal: all other pairs. Raises ValueError if
     the choices are no longer those that the arrays were made for.
     """
     kept = json.loads(FILE.read_text())
@@ -43,7 +43,7 @@ def read() -> dict[str, list]:
         raise ValueError(f"{FILE}: made for other choices; run {COMMAND}")
     return {
         **{name: [case_of(row, CHOICES) for row in kept[name]] for name in ("few", "pairs")},
-        "illegal": [(part_of(part), why) for part, why in kept["illegal"].items()],
+        "illegal": [part_of(part) for part in kept["illegal"]],
     }
 
 
@@ -57,7 +57,7 @@ def main() -> None:
                 "choices": described(CHOICES),
                 "few": [row_of(case, CHOICES) for case in few],
                 "pairs": [row_of(case, CHOICES) for case in found],
-                "illegal": {text_of(part): why for part, why in illegal},
+                "illegal": [text_of(part) for part in illegal],
             },
             indent=0,
         )
