@@ -61,6 +61,8 @@ def quiet_barrier(mpi_world: MPI.Comm) -> None:
 
     Comm: two barriers over the world; the second, short one makes all ranks leave together.
     """
+    if mpi_world.size == 1:
+        return
     request = mpi_world.Ibarrier()
     while not request.Test():
         time.sleep(SLEEP_SECONDS)

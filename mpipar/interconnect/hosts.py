@@ -13,7 +13,7 @@ import numpy as np
 from mpipar.config.text import counted
 from mpipar.errors import UsageError
 from mpipar.run.console.tables import nbytes
-from mpipar.run.process import blas, gpus
+from mpipar.run.process import blas
 from mpipar.run.process.environment import host_name
 
 COPY_BYTES, UNKNOWN_CACHE = 64 << 20, 32 << 20
@@ -96,9 +96,9 @@ def huge_pages(system: Path = Path("/sys")) -> str:
 
 
 def place_fact(ops: Any) -> dict[str, Any]:
-    """Return where this rank runs; for arrays on a GPU also gpu, its own, and gpus, all visible."""
+    """Return where this rank runs; for arrays on a GPU also gpu, its own."""
     cores = sorted(os.sched_getaffinity(0))
-    own = {} if ops.device == "cpu" else gpus.fact(ops.xp, ops.xp.cuda.Device().id)
+    own = {} if ops.device == "cpu" else {"gpu": ops.xp.cuda.Device().pci_bus_id}
     return own | {
         "host": host_name(os.environ),
         "cores": cores,

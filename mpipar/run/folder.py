@@ -116,13 +116,12 @@ def read_sources(folder: Path) -> Sources:
 def resume_in(start, config, session, beside: Mapping[str, bytes]) -> Path:
     """Lock a run folder and prepare it for resuming; return it.
 
-    start: where the run starts, found before the folder was locked. Errors, and a trace that is to
-    be written again, are set aside. Only world rank 0 calls it. Raises OutputError and UsageError.
+    start: where the run starts, found before the folder was locked. A trace that is to be written
+    again is set aside. Only world rank 0 calls it. Raises OutputError and UsageError.
     """
     folder = Path(start.folder)
     with said(folder, "the run can't resume here"):
         session.lock(folder)
-        set_aside(folder / "errors")
         if traced_steps(config.run.trace, start.step + 1, config.train.steps):
             set_aside(folder / "trace")
         no_links.remove_tree(folder, HANG)  # left by a job that was killed

@@ -239,7 +239,6 @@ FAULTS = {
     "stopped": lambda: at_call(6, kill(signal.SIGSTOP)),
     "drift": lambda: after_sums(flip),
     "nan": lambda: after_sums(lambda flat: flat.grad[-1:].fill(np.nan)),
-    "raise": lambda: after_sums(lambda flat: 1 / 0),
     "nan-loss": lambda: around(Engine, "run", nan_loss, 1),
     "loaded": lambda: around(
         weights,

@@ -7,7 +7,6 @@ that is up.
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -90,26 +89,6 @@ AT_FAULT = {
 # --- several ranks
 
 
-def fail_under_a_slow_launcher(session, world):
-    """Rank 1 fails, and the launcher kills the other ranks when they have long seen its end.
-
-    Meanwhile it also forwards nothing, so what the ranks say goes to a file.
-    """
-    from mpi4py import MPI
-
-    class World(MPI.Intracomm):
-        def Abort(self, code):
-            launcher = session.launcher_pid
-            subprocess.Popen(["sh", "-c", f"sleep 0.6; kill -CONT {launcher}"])
-            os.kill(launcher, signal.SIGSTOP)
-            super().Abort(code)
-
-    session.world = World(world)
-    said = Path(os.environ["TMPDIR"]) / "said"
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
-    at_once(session.world, {1: OutputError("disk full")})
-
-
 def at_once(world, errors):
     """Let these ranks fail at the same moment."""
     world.Barrier()
@@ -134,31 +113,13 @@ def work_alone(session, world):
     return code
 
 
-def leave_with_different_codes(session, world):
-    code = session.leave_mpi(1 if world.Get_rank() == 2 else 0)
-    assert code == 1, code  # on every rank; a launcher would hide it
-    return code
-
-
 def agree(session, world):
+    """All ranks agree, and leave with the code of one, which a launcher would hide."""
     assert session.agree(world.Get_rank) == world.Get_rank()
     assert session.host_ranks == tuple(range(world.Get_size()))
-    return 0
-
-
-def wait_for_stop(session, world):
-    """A loop of steps that all ranks leave at the same one."""
-    with session.stop_on_request():
-        ready(session, world)
-        for step in range(600):
-            time.sleep(0.05)
-            asked = bytearray(world.Get_size())
-            world.Allgather(bytes([session.stop_requested]), asked)
-            if any(asked):
-                print(f"left at step {step}", flush=True)
-                time.sleep(0.5)  # in which a run saves, and the other ranks get their signals
-                return 75
-    return 70
+    code = session.leave_mpi(1 if world.Get_rank() == 2 else 0)
+    assert code == 1, code
+    return code
 
 
 def wait_for_ever(session, world):
@@ -181,10 +142,8 @@ def compute(session, world):
 ENDS = {
     "two": lambda _, world: at_once(world, {1: OutputError("full"), 2: ValueError("a defect")}),
     "all": lambda _, world: at_once(world, {world.Get_rank(): ValueError("a defect")}),
-    "slow-launcher": fail_under_a_slow_launcher,
     "leave": leave,
     "alone": work_alone,
-    "ranks-leave-with-different-codes": leave_with_different_codes,
     "agree": agree,
     "agree-one": lambda session, world: session.agree(
         lambda: world.Get_rank() and fail_with(DataError("missing"))
@@ -192,7 +151,6 @@ ENDS = {
     "agree-all": lambda session, _: session.agree(
         lambda: fail_with(DataError(["missing", "empty"]))
     ),
-    "stop": wait_for_stop,
     "busy": wait_for_ever,
     "stuck": wait_in_a_loop,
     "computing": compute,
@@ -200,7 +158,6 @@ ENDS = {
 
 
 def main(argv, session):
-    session.launcher_pid = LAUNCHER
     how, *folders = argv
     if how in EARLY:
         EARLY[how](session.launcher.rank)
@@ -216,5 +173,4 @@ def main(argv, session):
     return no_return(world)
 
 
-LAUNCHER = os.getppid()
 guard(main)

@@ -1,6 +1,7 @@
-"""System limits that are too low end with a sentence and a cure, before a library dies of them."""
+"""What a host allows: one job in a run folder, limits of the system, and memory for the arrays."""
 
-import math
+import contextlib
+import json
 import os
 import re
 import resource
@@ -13,17 +14,176 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fault_table import fault
-from helpers import find_launcher, run_command
-from program import LIMIT, PROGRAM, block_of, environment, mpipar
+from helpers import launcher, run_command, run_ranks
+from in_process import results_at_once
+from program import (
+    FAULTY,
+    LIMIT,
+    PROGRAM,
+    block_of,
+    environment,
+    killed_by,
+    metrics,
+    mpipar,
+    pair,
+)
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from mpipar import ops as ops_module
 from mpipar.comm.launcher import Launcher
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.errors import OutOfMemory
+from mpipar.errors import OutOfMemory, OutputError, UsageError
 from mpipar.run.memory_limit import data_bytes, memory_limit
-from mpipar.run.process import failure, limits
+from mpipar.run.process import environment as limits
+from mpipar.run.process import failure, lock
+
+# --- the lock: one whose owner is gone is taken over
+
+
+def left_by(folder, **facts):
+    """Put a lock into the folder, of this process unless `facts` say otherwise."""
+    text = json.dumps(lock.owner("other", {}) | facts)
+    (folder / lock.NAME).write_text(text)
+    return text
+
+
+ELSEWHERE = {"host": "n9", "machine": ["n9", "another boot", "pid:[1]"]}
+REQUEUED = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}
+
+
+@pytest.mark.parametrize("held", ["no", "by a process that is gone"])
+def test_one_of_many_that_start_at_once_gets_the_lock(held, tmp_path):
+    if held != "no":
+        left_by(tmp_path, started=1)
+
+    def start():
+        with contextlib.suppress(UsageError):
+            return lock.acquire(tmp_path, "token").own["pid"]
+
+    won = [pid for pid in results_at_once(start) if pid]
+    assert won == [json.loads((tmp_path / lock.NAME).read_text())["pid"]]
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+
+
+def test_a_lock_ends_with_its_job_and_says_who_has_it(tmp_path):
+    held = lock.acquire(tmp_path, "one")
+    with pytest.raises(UsageError) as refused:
+        lock.acquire(tmp_path, "two")
+    assert str(os.getpid()) in str(refused.value)
+    assert f"type rm {tmp_path / lock.NAME}" in str(refused.value)
+    lock.release(tmp_path, "two")  # which does not hold it
+    assert json.loads((tmp_path / lock.NAME).read_text()) == held.own
+    lock.release(tmp_path, "one")
+    assert list(tmp_path.iterdir()) == []
+    assert lock.acquire(tmp_path, "two").note == ""
+
+
+@pytest.mark.parametrize(
+    ("facts", "environ", "why"),
+    [
+        ({"started": 1}, {}, "its process is gone"),
+        ({"pid": 1 << 22}, {}, "its process is gone"),
+        ({}, {}, None),
+        (ELSEWHERE, {}, None),
+        (ELSEWHERE | {"machine": []}, {}, None),
+        (ELSEWHERE | {"slurm_job": "7"}, {}, None),
+        (ELSEWHERE | {"slurm_job": "7"}, REQUEUED, "SLURM has requeued this job"),
+        (ELSEWHERE | {"slurm_job": "7"}, REQUEUED | {"SLURM_RESTART_COUNT": "no number"}, None),
+        (ELSEWHERE | {"slurm_job": "8"}, REQUEUED, None),
+        (ELSEWHERE | {"slurm_job": "7", "slurm_restarts": 1}, REQUEUED, None),
+        (ELSEWHERE | {"slurm_job": "other 7"}, REQUEUED, None),
+        ({"slurm_job": "7"}, REQUEUED, None),  # it is here, and runs
+    ],
+)
+def test_whether_the_owner_is_gone(facts, environ, why, tmp_path):
+    left_by(tmp_path, **facts)
+    if why is not None:
+        assert why in lock.acquire(tmp_path, "new", environ).note
+        return
+    with pytest.raises(UsageError) as refused:
+        lock.acquire(tmp_path, "new", environ)
+    subprocess.run(["sh", "-c", str(refused.value).rpartition(", type ")[2]], check=True)
+    assert lock.acquire(tmp_path, "new", environ).note == ""
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1}'])
+def test_a_lock_that_cannot_be_read_is_refused(text, tmp_path):
+    """As a start that was killed while it wrote, or a damaged disk, may leave it."""
+    (tmp_path / lock.NAME).write_text(text, "latin-1")
+    with pytest.raises(UsageError, match=f"an unknown job .*type rm {tmp_path / lock.NAME}"):
+        lock.acquire(tmp_path, "new")
+
+
+def test_a_start_that_is_taking_over_keeps_others_away(tmp_path):
+    """Or was killed in between, which only its owner can know."""
+    first = left_by(tmp_path, started=1)
+    (tmp_path / lock.NAME).rename(tmp_path / lock.NEXT)
+    left_by(tmp_path, started=1)
+    with pytest.raises(UsageError, match=f"type rm {tmp_path / lock.NEXT}"):
+        lock.acquire(tmp_path, "next")
+    assert (tmp_path / lock.NEXT).read_text() == first
+    (tmp_path / lock.NEXT).unlink()
+    assert "its process is gone" in lock.acquire(tmp_path, "next").note
+    assert [path.name for path in tmp_path.iterdir()] == [lock.NAME]
+
+
+@pytest.mark.parametrize("token", [None, "of another job"])
+def test_a_host_that_does_not_see_the_folder_of_this_job(token, tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "SHARED_SECONDS", 0.2)
+    if token is not None:
+        lock.acquire(tmp_path, token)
+    with pytest.raises(OutputError, match="does not see"):
+        lock.check_seen(tmp_path, "token")
+
+
+SMALL = (
+    "train --layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --sample-tokens 0"
+    " --num-microbatches 1 --data text.txt --out run --steps 8 --layout tp=2"
+).split()
+
+
+@fault(25, "kill -9 of a rank: the same command with --resume auto takes its lock over", None)
+def test_resuming_after_kill_9_is_one_command(text_folder):
+    killed_by(
+        run_ranks(2, [*FAULTY, "forward/kill/1", *SMALL], LIMIT, environment(), text_folder), 9
+    )
+    assert (text_folder / "run" / lock.NAME).exists()
+    done = mpipar(*SMALL, "--resume", "auto", ranks=2, cwd=text_folder).ended()
+    assert "took over the lock" in done.stdout
+    assert not (text_folder / "run" / lock.NAME).exists()
+
+
+@fault(7, "a run folder that a rank does not see", 74)
+@pytest.mark.slow
+def test_a_run_folder_that_a_rank_does_not_see_is_74(text_folder):
+    """Two working folders stand for two hosts without a shared disk."""
+    other = text_folder / "other"
+    other.mkdir()
+    (other / "text.txt").write_bytes((text_folder / "text.txt").read_bytes())
+    block_of(pair(SMALL, SMALL, [text_folder, other]), 74, "does not see", "rank 1 of 2")
+    assert not (text_folder / "run" / lock.NAME).exists()
+
+
+@fault(21, "two jobs on one run folder", 2)
+def test_two_starts_with_one_folder_at_once(text_folder):
+    """Both have looked at the folder before either has made it."""
+    words = (
+        "train --data text.txt --out run --layers 2 --d-model 8 --heads 2"
+        " --seq-len 5 --batch-size 4 --num-microbatches 2 --sample-tokens 4 --steps 60"
+    )
+    env = {**os.environ, **environment()}
+    starts = [subprocess.Popen([*PROGRAM, *words.split()], cwd=text_folder, env=env, text=True,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+              for _ in range(2)]  # fmt: skip
+    said = [start.communicate(timeout=LIMIT)[1] for start in starts]
+    assert sorted(start.returncode for start in starts) == [0, 2], said
+    assert len(metrics(text_folder / "run")) == 60
+    assert not (text_folder / "run" / lock.NAME).exists()
+
+
+# --- limits of the system, before a library dies of them
+
 
 TWO = Launcher("mpiexec", 0, 2, 0, 2)
 MIB = 1 << 20
@@ -38,26 +198,15 @@ def limited(monkeypatch, open_files, shared, folder):
 def test_each_small_limit_is_named_with_a_cure(monkeypatch, tmp_path):
     for enough in (56, -1):  # -1: no limit
         limited(monkeypatch, enough, 4 * MIB, tmp_path)
-        assert limits.problems(TWO) == []
+        assert limits.limit_problems(TWO) == []
     limited(monkeypatch, 12, 65536, tmp_path)
-    files, shared = limits.problems(TWO)
+    files, shared = limits.limit_problems(TWO)
     assert files == "the limit of open files is 12, but 56 are needed: ulimit -n 1024"
-    assert "has 0.0625 MiB left, but the ranks of this host need 4 MiB: mount" in shared
-    assert "size=64m" in shared
+    assert "has 0.0625 MiB that can be written, but 4 MiB are needed: mount" in shared
     monkeypatch.undo()
     monkeypatch.setattr(limits, "SHARED", tmp_path / "absent")
     assert limits.shared_free() == 0
-    assert "can't be written to" in limits.problems(TWO)[0]
-    assert limits.problems(Launcher()) == []
-
-
-def test_a_start_with_few_open_files_says_so():
-    words = f"ulimit -n 24; exec {' '.join(PROGRAM)} doctor"
-    block_of(
-        run_command(["bash", "-c", words], LIMIT, environment()),
-        69,
-        "the limit of open files is 24, but 52 are needed: ulimit -n 1024",
-    )
+    assert limits.limit_problems(Launcher()) == []
 
 
 def namespaces():
@@ -70,55 +219,22 @@ def namespaces():
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "said"),
-    [
-        pytest.param(before, said, marks=fault(43, what, 69))
-        for what, before, said in (
-            ("ulimit -n 32", "ulimit -n 32", "the limit of open files is 32"),
-            (
-                "/dev/shm of 64 KiB",
-                "mount -t tmpfs -o size=64k tmpfs /dev/shm",
-                "has 0.0625 MiB left",
-            ),
-            (
-                "/dev/shm that cannot be written",
-                "mount -t tmpfs -o ro tmpfs /dev/shm",
-                "/dev/shm can't be written to",
-            ),
-        )
-    ],
-)
+@pytest.mark.parametrize(("before", "said"), [
+    pytest.param(
+        "ulimit -n 32", "the limit of open files is 32", marks=fault(43, "ulimit -n 32", 69)),
+    pytest.param("mount -t tmpfs -o size=64k tmpfs /dev/shm", "has 0.0625 MiB that can be written",
+                 marks=[pytest.mark.slow, fault(43, "/dev/shm of 64 KiB", 69)]),
+    pytest.param("mount -t tmpfs -o ro tmpfs /dev/shm", "has 0 MiB that can be written",
+                 marks=[pytest.mark.slow, fault(43, "/dev/shm that cannot be written", 69)]),
+])  # fmt: skip
 def test_two_ranks_where_the_system_allows_too_little(before, said):
     """It is so for the ranks. A launcher may need more, and then says so in its own words."""
     mounts = before.startswith("mount")
     if mounts and not namespaces():
         pytest.skip("only root can mount")
     words = f"{before}; exec {sys.executable} -m mpipar doctor"
-    command = [find_launcher(), "-n", "2", *["unshare", "-m"] * mounts, "bash", "-c", words]
+    command = [launcher(), "-n", "2", *["unshare", "-m"] * mounts, "bash", "-c", words]
     block_of(run_command(command, LIMIT, environment()), 69, said)
-
-
-@pytest.mark.parametrize(
-    ("own", "files", "cores"),
-    [
-        ("0::/", {}, math.inf),
-        ("0::/a/b", {"a/b/cpu.max": "max 100000"}, math.inf),
-        ("0::/a/b", {"a/b/cpu.max": "150000 100000"}, 1.5),
-        ("0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "150000 100000"}, 0.5),
-        ("0::/outside", {"cpu.max": "200000 100000"}, 2.0),
-        ("3:cpu,cpuacct:/a\n1:memory:/a", {}, math.inf),
-        ("0::/", {"cpu.max": "damaged"}, math.inf),
-    ],
-)  # fmt: skip
-def test_the_quota_of_a_control_group_is_seen(own, files, cores, tmp_path):
-    (tmp_path / "own").write_text(own + "\n")
-    for name, text in files.items():
-        path = tmp_path / "fs" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    assert limits.cpu_quota(tmp_path / "own", tmp_path / "fs") == cores
 
 
 @pytest.mark.parametrize("error", [BlockingIOError(11, "again"), RuntimeError(failure.NO_THREAD)])
@@ -186,19 +302,12 @@ def test_the_limit_and_the_thread_of_products_are_taken_back():
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
-def test_without_a_limit_the_array_is_named():
-    ops = ops_module.make("cpu", "float32")
-    message = r"out of memory: weights \(mpipar/.*1125899906842624"
-    with pytest.raises(OutOfMemory, match=message), memory_limit(config_of(), ops):
-        ops.empty((1 << 50,), label="weights")
-
-
 def test_on_a_gpu_the_pool_gets_the_limit():
-    limits = []
+    given = []
 
     class Pool:
         def set_limit(self, size):
-            limits.append(size)
+            given.append(size)
 
     cupy = SimpleNamespace(get_default_memory_pool=Pool)
     error = MemoryError("Out of memory allocating 1,024 bytes (allocated so far: 700 bytes).")
@@ -209,4 +318,4 @@ def test_on_a_gpu_the_pool_gets_the_limit():
         memory_limit(config, SimpleNamespace(device="cuda", xp=cupy)),
     ):
         raise error
-    assert limits == [1000, 0]
+    assert given == [1000, 0]

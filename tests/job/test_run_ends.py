@@ -1,6 +1,6 @@
 """How `mpipar train` ends where something goes wrong on the way, and how such a run is resumed.
 
-Refusals are in test_cli.py, interrupted runs in test_ctrl_c.py. A resumed run ends as one that was
+Refusals are in test_cli.py, interrupted runs in test_launch.py. A resumed run ends as one that was
 never interrupted, in every byte but for times.
 """
 

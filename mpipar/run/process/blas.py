@@ -13,8 +13,6 @@ from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from mpipar.errors import EnvironmentProblem
-
 VARIABLE = "OPENBLAS_CORETYPE"
 # OpenBLAS's name of an architecture -> the vector units its kernels need, in Linux's spelling. The
 # fastest is first; other names run the same kernels for float32 and float64, or slower ones.
@@ -42,18 +40,9 @@ def choice(units: Collection[str]) -> str | None:
 
 
 def choose_kernels(environ: MutableMapping[str, str]) -> None:
-    """Set VARIABLE for this processor, unless the user has set it or NumPy is already loaded.
-
-    Raises EnvironmentProblem if the processor cannot run the kernels that the user names.
-    """
-    (name, units), given = processor(), environ.get(VARIABLE, "")
-    needed = {one.lower(): units for one, units in KERNELS.items()}.get(given.lower(), ())
-    if units and (missing := [unit for unit in needed if unit not in units]):
-        raise EnvironmentProblem(
-            f"{VARIABLE}={given}: the processor of this host ({name}) has no {', '.join(missing)};"
-            " unset it, and mpipar chooses"
-        )
-    if not given and "numpy" not in sys.modules and (chosen := choice(units)):
+    """Set VARIABLE for this processor, unless the user has set it or NumPy is already loaded."""
+    given, chosen = environ.get(VARIABLE), choice(processor()[1])
+    if not given and chosen and "numpy" not in sys.modules:
         environ[VARIABLE] = chosen
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from mpipar import __version__
 from mpipar.config.text import cut, harmless
-from mpipar.errors import EnvironmentProblem
 
 PACKAGE = Path(__file__).resolve().parents[1]
 REFUSED = "refused"  # the fact of a rank that rejected its flags
@@ -57,12 +56,6 @@ def source_digest() -> str:
         digest.update(f"{path.removeprefix(str(PACKAGE))} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
-
-
-def check(facts: Sequence[dict[str, str]], who: str) -> None:
-    """Raise EnvironmentProblem, with a table, unless all are equal. facts: one per rank."""
-    if any(one != facts[0] for one in facts):
-        raise EnvironmentProblem([f"{who} where they must not:", *differences(facts)])
 
 
 def differences(facts: Sequence[dict[str, str]]) -> list[str]:

@@ -1,16 +1,19 @@
-"""What a process sets before NumPy and MPI are loaded: variables, and thresholds of malloc.
+"""What a process sets before NumPy and MPI are loaded, and the limits of the system it looks at.
 
 BLAS reads its thread count and MPI its settings only once, when they are loaded, so the guard
 applies them first (`session.guard`).
 """
 
+import contextlib
 import ctypes
+import math
 import os
 import re
+import resource
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from mpipar.comm.launcher import read_launcher
+from mpipar.comm.launcher import Launcher, read_launcher
 
 THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
@@ -46,6 +49,14 @@ WHOLE = 2**31 - 1  # arrays of up to 2 GiB come from the heap, which never shrin
 MOST = 32 << 20  # the largest threshold that older versions accept
 LARGE = 1 << 20  # with --memory-limit: larger arrays are mapped, and unmapped when freed
 SETTINGS = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+
+# Limits under which MPI ends a process without a word. The least values are what a small run on
+# NumPy with one thread needs, measured with MPICH.
+MIB = 1 << 20
+DESCRIPTORS, DESCRIPTORS_PER_RANK = 48, 4  # two ranks: 48 are enough, 32 are not
+SHARED_PER_RANK = 2 * MIB  # of /dev/shm: two ranks run with 4 MiB
+SHARED = Path("/dev/shm")  # noqa: S108 (MPI libraries choose the names in it)
+CGROUP, CGROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def chosen_by_user(environ: Mapping[str, str], chosen: Collection[str]) -> dict[str, str]:
@@ -122,3 +133,46 @@ def _set(parameter: int, value: int) -> bool:
     if mallopt is None or any(name in os.environ for name in SETTINGS):
         return False
     return bool(mallopt(parameter, value))
+
+
+def limit_problems(launcher: Launcher) -> list[str]:
+    """Return the limits under which this host's ranks cannot run, each with its cure."""
+    found = []
+    least, limit = DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size, open_files()
+    if 0 <= limit < least:
+        found.append(f"the limit of open files is {limit}, but {least} are needed: ulimit -n 1024")
+    least, free = SHARED_PER_RANK * launcher.local_size, shared_free()
+    if launcher.local_size > 1 and free < least:
+        found.append(
+            f"{SHARED}, in which ranks exchange messages, has {free / MIB:.4g} MiB that can be"
+            f" written, but {least // MIB} MiB are needed: mount -t tmpfs -o"
+            f" size={max(64, least // MIB)}m tmpfs {SHARED}, or docker's --shm-size"
+        )
+    return found
+
+
+def open_files() -> int:
+    """Return how many files this process may have open; -1 if there is no limit."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def shared_free() -> int:
+    """Return the free bytes of shared memory; 0 if there is none, or it can't be written."""
+    if not os.access(SHARED, os.W_OK):
+        return 0
+    found = os.statvfs(SHARED)
+    return found.f_bavail * found.f_frsize
+
+
+def cpu_quota(own: Path = CGROUP, root: Path = CGROUPS) -> float:
+    """Return how many cores' time the control group of this process allows, as containers do.
+
+    It is infinite without a quota, and where control groups are of version 1. Parents count, too.
+    """
+    text = own.read_text() if own.exists() else ""
+    folder, least = root / text.strip().rpartition("::/")[2], math.inf
+    for place in (folder, *(one for one in folder.parents if one.is_relative_to(root))):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = map(int, (place / "cpu.max").read_text().split())
+            least = min(least, quota / period)
+    return least

@@ -7,18 +7,15 @@ no names, nor do ranks that have not started MPI; there the lower number reports
 
 import contextlib
 import errno
-import json
 import socket
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from mpipar import errors
 from mpipar.config.text import cut, printable
 from mpipar.errors import EXIT_CODES, UserError
-from mpipar.run.files.replace import replace_file
 from mpipar.run.process.streams import above
 
 MOST_TEXT = 4000  # characters of a sentence in the block: a file's name or a value may be long
@@ -42,7 +39,7 @@ REPORT_IT = "report this with the command line and the traceback"
 
 @dataclass(frozen=True)
 class Report:
-    """The content of the block and of errors/rank-N.json."""
+    """The content of the block."""
 
     exit_code: int
     what: tuple[str, ...]
@@ -86,18 +83,18 @@ def error_report(error: BaseException, where: str, saved: str = "") -> Report:
     return Report(errors.EXIT_INTERNAL, (what,), where, why, REPORT_IT, trace)
 
 
-def show(found: Report, record: Path | None = None) -> None:
+def show(found: Report) -> None:
     """Print the block on stderr, after all earlier output; an interrupt takes a single line."""
     text = f"mpipar: stopped, exit code {found.exit_code} ({EXIT_CODES[found.exit_code]})"
     if found.exit_code == errors.EXIT_INTERRUPTED:
         text += f": {found.what[0]}, {found.where}"
     else:
-        parts = {"where": found.where, "why": found.why, "do": found.do, "record": record}
-        lines = {"what": found.what} | {title: (str(part or ""),) for title, part in parts.items()}
-        for title, values in lines.items():
-            shown = "\n".join(printable(cut(one, MOST_TEXT), sys.stderr) for one in values)
-            if shown:
-                text += f"\n  {title + ':':<8}" + shown.replace("\n", "\n" + " " * 10)
+        what = "\n".join(cut(problem, MOST_TEXT) for problem in found.what)
+        parts = {"what": what, "where": found.where, "why": found.why, "do": found.do}
+        for title, words in parts.items():
+            if words:
+                shown = printable(words, sys.stderr).replace("\n", "\n" + " " * 10)
+                text += f"\n  {title + ':':<8}{shown}"
     with contextlib.suppress(OSError, ValueError):  # a closed stdout must not hide the block
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError), above(sys.stderr):
@@ -118,17 +115,6 @@ def is_first(token: str) -> bool:
     except OSError as error:
         return error.errno != errno.EADDRINUSE
     return True
-
-
-def write_record(run_folder: Path | None, world_rank: int, found: Report) -> Path | None:
-    """Write the report to a file in the run folder if possible; return its path."""
-    name = f"errors/rank-{world_rank}.json"
-    text = json.dumps(asdict(found) | {"world_rank": world_rank}, indent=1) + "\n"
-    with contextlib.suppress(OSError):
-        if run_folder is not None:
-            replace_file(name, [text.encode()], sync=False, root=run_folder)
-            return run_folder / name
-    return None
 
 
 def leave_code(environ: Mapping[str, str], code: int) -> None:

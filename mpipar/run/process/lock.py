@@ -21,6 +21,7 @@ from mpipar.run.files import no_links
 from mpipar.run.files.bounded import read_text
 from mpipar.run.process.environment import host_name, started
 
+SLURM = ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID")
 NAME, NEXT = "lock", "lock.next"  # only who has created NEXT may replace a lock, by renaming it
 SHARED_SECONDS = 5.0  # how long a new file may take to become visible on another host
 
@@ -51,20 +52,18 @@ def acquire(folder: Path, token: str, environ: Mapping[str, str] = os.environ) -
     own = owner(token, environ)
     if _create(folder, NAME, own):
         return RunLock(folder, own)
-    name = NEXT
-    if _create(folder, NEXT, own):
-        name = NAME
-        who, reason = _judged(_read(folder, NAME), environ)
-        if reason:
-            os.replace(folder / NEXT, folder / NAME)
-            return RunLock(folder, own, f"took over the lock of {who} ({reason})")
+    may_replace = _create(folder, NEXT, own)
+    name = NAME if may_replace else NEXT
+    who, reason = _judged(_read(folder, name), environ)
+    if may_replace and reason:
+        os.replace(folder / NEXT, folder / NAME)
+        return RunLock(folder, own, f"took over the lock of {who} ({reason})")
+    if may_replace:
         no_links.remove(folder, NEXT)
-    else:
-        who, _ = _judged(_read(folder, NEXT), environ)
-    cure = f"rm {shlex.quote(f'{folder}/{name}')}"
     raise UsageError(
         f"{folder}: {who} is writing to it, and only one job may: wait until it ends, choose"
-        f" another folder or, if you know that it is gone, type {cure}"
+        " another folder or, if you know that it is gone, type rm"
+        f" {shlex.quote(f'{folder}/{name}')}"
     )
 
 
@@ -103,8 +102,7 @@ def owner(token: str, environ: Mapping[str, str]) -> dict:
         "pid": os.getpid(),
         "started": started(os.getpid()),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "slurm_job": environ.get("SLURM_JOB_ID", ""),
-        "slurm_cluster": environ.get("SLURM_CLUSTER_NAME", ""),
+        "slurm_job": " ".join(environ.get(name, "") for name in SLURM).strip(),
         "slurm_restarts": int(restarts) if restarts.isdecimal() else 0,
     }
 
@@ -114,14 +112,12 @@ def _judged(lock: dict, environ: Mapping[str, str]) -> tuple[str, str]:
     here, reason = owner("", environ), ""
     if lock.keys() != here.keys():
         return "an unknown job", ""
-    job = lock["slurm_job"]
     if here["machine"] and lock["machine"] == here["machine"]:
         reason = "" if started(lock["pid"]) == lock["started"] else "its process is gone"
-    elif job and all(lock[name] == here[name] for name in ("slurm_job", "slurm_cluster")):
+    elif lock["slurm_job"] and lock["slurm_job"] == here["slurm_job"]:
         requeued = here["slurm_restarts"] > lock["slurm_restarts"]
         reason = "SLURM has requeued this job" if requeued else ""
-    who = f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}"
-    return who + (f", SLURM job {job}" if job else ""), reason
+    return f"the job of process {lock['pid']} on {lock['host']}, started {lock['time']}", reason
 
 
 def _create(folder: Path, name: str, own: dict) -> bool:

@@ -50,24 +50,12 @@ class OneRank:
     def Dup(self) -> OneRank:
         return self
 
-    def Allgather(self, x: Any, into: Any) -> None:
+    def Allreduce(self, x: Any, into: Any) -> None:
         """Copy the bytes of a buffer into another one of the same size."""
         memoryview(into).cast("B")[:] = memoryview(x).cast("B")
 
-    Allreduce = Allgather
-
-    def Bcast(self, x: Any, root: int = 0) -> None:
-        """Leave the buffer as it is."""
-
     def Barrier(self) -> None:
         """Return at once."""
-
-    def Ibarrier(self) -> OneRank:
-        """Return a request that is done: itself."""
-        return self
-
-    def Test(self) -> bool:
-        return True
 
     def Free(self) -> None:
         """Do nothing: nothing was allocated."""
@@ -103,13 +91,11 @@ def load():
         mpi4py.rc.finalize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        reason, cure = str(error).splitlines()[0], "install one with pip install '.[mpich]'"
-        if named := next((name for name in (LIBRARY, ABI) if os.environ.get(name)), None):
-            reason, cure = f"{reason}: {named}={os.environ[named]}", f"unset {named}"
-        elif _loads(DEBIAN_MPICH):
-            cure = "start ranks with its mpiexec, so that Debian's MPICH is found"
+        named = [f"{name}={os.environ[name]}" for name in (LIBRARY, ABI) if os.environ.get(name)]
         raise EnvironmentProblem(
-            f"MPI cannot be loaded ({reason}); {cure}, or load your cluster's MPI"
+            f"MPI cannot be loaded ({', '.join([str(error).splitlines()[0], *named])}): start ranks"
+            " with the mpiexec of an installed library, install one with pip install '.[mpich]',"
+            f" unset {LIBRARY}, or load your cluster's MPI"
         ) from error
     return MPI
 
@@ -124,17 +110,15 @@ def choose_library(
     only when a process starts. A link there has the right name. presets: what this process has set
     itself, and will set again.
     """
-    own = Path(sys.prefix, "lib")
-    abi = environ.get(ABI, "").lower()
-    name = NAMES.get({"mpich": MPICH, "impi": MPICH, "openmpi": OPEN_MPI}.get(abi, launcher.name))
-    if launcher.name is None or environ.get(LIBRARY):
+    name, own = NAMES.get(launcher.name), Path(sys.prefix, "lib")
+    if name is None or environ.get(LIBRARY) or environ.get(ABI):
         return
-    if abi or not any((own / one).exists() for one in NAMES.values()):
-        if name and (_loads(str(own / name)) or _loads(name)):
-            if not abi:
-                environ[LIBRARY] = name
-        elif name != NAMES[OPEN_MPI] and (name or not any(map(_loads, NAMES.values()))):
-            _start_with_link(environ, presets)
+    if any((own / one).exists() for one in NAMES.values()):
+        return
+    if _loads(name):
+        environ[LIBRARY] = name
+    elif launcher.name == MPICH:
+        _start_with_link(environ, presets)
 
 
 def _loads(name: str) -> bool:
@@ -160,24 +144,26 @@ def _start_with_link(environ: MutableMapping[str, str], presets: Collection[str]
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 (itself)
 
 
-def check_environment(world, facts: Mapping[str, str]) -> None:
-    """Raise EnvironmentProblem on world rank 0 if ranks differ in these variables.
+def check_same(world, facts: Mapping[str, str]) -> None:
+    """Raise EnvironmentProblem, with a table, on world rank 0 if ranks have other facts.
 
-    Comm: a message to world rank 0, and no collective: the variables may choose its algorithm.
+    Comm: a message to world rank 0, and no collective: the environment, which is compared first,
+    may choose its algorithm.
     """
+    text = json.dumps(facts, sort_keys=True).encode()
     if world.Get_rank():
-        text = json.dumps(facts).encode()
         world.Send(array.array("q", [len(text)]), 0)
         world.Send(text, 0)
         return
-    everybody = [facts]
+    everybody = [text]
     for rank in range(1, world.Get_size()):
         length = array.array("q", [0])
         world.Recv(length, rank)
-        text = bytearray(length[0])
-        world.Recv(text, rank)
-        everybody.append(json.loads(text))
-    consistency.check(everybody, "the environments of the ranks differ")
+        everybody.append(bytearray(length[0]))
+        world.Recv(everybody[-1], rank)
+    if any(one != text for one in everybody):
+        table = consistency.differences(list(map(json.loads, everybody)))
+        raise EnvironmentProblem(["the ranks of this job differ where they must not:", *table])
 
 
 def library_name(world) -> str:

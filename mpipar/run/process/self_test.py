@@ -8,13 +8,10 @@ their library before NumPy is loaded.
 
 from __future__ import annotations
 
-import os
 from array import array
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from mpipar.comm.launcher import read_launcher
 from mpipar.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -33,18 +30,13 @@ UNUSED = "MPI_MAX of uint64"  # mpipar takes the maximum of signed and floating 
 def wrong_reductions(mpi_comm: MPI.Intracomm) -> list[str]:
     """Return the reductions that gave this rank a wrong result, such as `MPI_SUM of int64`.
 
-    Where a core has several ranks, all are in their non-blocking forms and under way together: some
-    libraries never yield in a blocking call, and keep the core from the rank that they wait for.
-    Comm: 14 small reductions, and one that tells whether ranks share cores.
+    Comm: 16 small reductions.
     """
     from mpi4py import MPI
 
     own, size = mpi_comm.rank, mpi_comm.size
     places = [place % TOP + 1 for place in range(size)]
-    crowded = array("l", [shares_cores()])
-    wait(mpi_comm.Iallreduce(MPI.IN_PLACE, crowded, MPI.MAX))
-    under_way: list[tuple[MPI.Request | None, Any]] = []
-    results: list[tuple[str, array[Any], array[Any]]] = []
+    results: list[tuple[str, array[Any], array[Any]]] = []  # what was tested, result, right result
 
     def numbers(
         code: str, factor: int, negative: int | None = None, repeats: int = REPEATS
@@ -53,66 +45,35 @@ def wrong_reductions(mpi_comm: MPI.Intracomm) -> list[str]:
         unit, below = 1 << 40 if code == "l" else 1, factor if negative is None else negative
         return array(code, [unit * s * (factor if s > 0 else below) for s in SIGNS]) * repeats
 
-    def call(name: str, *arguments: Any) -> None:
-        if crowded[0] and not name.startswith("I"):
-            name = f"I{name.lower()}"
-        under_way.append((getattr(mpi_comm, name)(*arguments), arguments))
-
     def all_reduce(words: str, op: MPI.Op, x: array[Any], want: array[Any]) -> None:
-        call("Allreduce", MPI.IN_PLACE, x, op)
+        mpi_comm.Allreduce(MPI.IN_PLACE, x, op)
         results.append((words, x, want))
 
     for code, name in TYPES.items():
-        x, largest = numbers(code, places[own]), numbers(code, max(places), min(places))
-        all_reduce(f"MPI_SUM of {name}", MPI.SUM, x[:], numbers(code, sum(places)))
-        all_reduce(f"MPI_MAX of {name}", MPI.MAX, x[:], largest)
-    all_reduce("MPI_MIN of int64", MPI.MIN, x, numbers("l", min(places), max(places)))
+        mine, most, least = numbers(code, places[own]), max(places), min(places)
+        all_reduce(f"MPI_SUM of {name}", MPI.SUM, mine[:], numbers(code, sum(places)))
+        all_reduce(f"MPI_MAX of {name}", MPI.MAX, mine[:], numbers(code, most, least))
+        all_reduce(f"MPI_MIN of {name}", MPI.MIN, mine[:], numbers(code, least, most))
     x = array("L", [i + HIGH * (i % size == own) for i in range(size)])
     all_reduce(UNUSED, MPI.MAX, x, array("L", [i + HIGH for i in range(size)]))
     for code in "fd":
         mine, whole = numbers(code, places[own]), numbers(code, sum(places))
         total, part = mine[:], mine[:]
-        call("Reduce", mine, None if own else total, MPI.SUM)
-        call("Reduce_scatter_block", mine * size, part)
-        if own == 0:
-            results.append((f"MPI_Reduce of {TYPES[code]}", total, whole))
-        results.append((f"MPI_Reduce_scatter_block of {TYPES[code]}", part, whole))
+        mpi_comm.Reduce(mine, None if own else total, MPI.SUM)
+        mpi_comm.Reduce_scatter_block(mine * size, part)
+        results += [
+            (f"MPI_Reduce of {TYPES[code]}", total, mine if own else whole),
+            (f"MPI_Reduce_scatter_block of {TYPES[code]}", part, whole),
+        ]
     rows, many = mine * size, numbers("f", places[own], repeats=MANY_REPEATS)
-    call("Ireduce_scatter_block", MPI.IN_PLACE, rows)
-    call("Iallreduce", MPI.IN_PLACE, many)
-    for request, _buffers in under_way:  # mpi4py does not keep the buffers
-        if request is not None:
-            wait(request)
+    scattered = mpi_comm.Ireduce_scatter_block(MPI.IN_PLACE, rows)
+    mpi_comm.Iallreduce(MPI.IN_PLACE, many).Wait()
+    scattered.Wait()
     results += [
         ("MPI_Ireduce_scatter_block of float64", rows[: len(whole)], whole),
         ("MPI_Iallreduce of float32", many, numbers("f", sum(places), repeats=MANY_REPEATS)),
     ]
     return [words for words, got, want in results if got.tobytes() != want.tobytes()]
-
-
-def shares_cores() -> bool:
-    """Return whether this host has more ranks than cores, according to the launcher."""
-    return read_launcher(os.environ).local_size > len(os.sched_getaffinity(0))
-
-
-def wait(request: MPI.Request) -> None:
-    """Wait for a request; ranks that share cores give them to each other meanwhile."""
-    crowded = shares_cores()
-    while not request.Test():
-        if crowded:
-            os.sched_yield()
-
-
-def timed_test(mpi_comm: MPI.Intracomm) -> tuple[list[str], float]:
-    """Return what `wrong_reductions` finds, and the milliseconds it took.
-
-    Comm: two barriers around that.
-    """
-    wait(mpi_comm.Ibarrier())
-    start = perf_counter()
-    found = wrong_reductions(mpi_comm)
-    wait(mpi_comm.Ibarrier())
-    return found, (perf_counter() - start) * 1e3
 
 
 def check_reductions(mpi_comm: MPI.Intracomm, library: str) -> None:
@@ -129,37 +90,32 @@ def check_reductions(mpi_comm: MPI.Intracomm, library: str) -> None:
         )
 
 
-def long_messages(mpi_comm: MPI.Intracomm) -> list[str]:
-    """Return what becomes of messages of more than 2^31 bytes from rank 0 to rank 1, in words.
+def long_message(mpi_comm: MPI.Intracomm) -> str:
+    """Return what becomes of a message of more than 2^31 bytes from rank 0 to rank 1, in words.
 
-    Both are sent once as float32, as mpipar sends its arrays, and once as more than 2^31 bytes. The
-    words are empty on ranks that see no fault.
-    Comm: an all_reduce, and up to two messages.
+    The words are empty on ranks that see no fault. Comm: an all_reduce, and the message.
     """
     from mpi4py import MPI
 
     if mpi_comm.size == 1:
-        return ["long messages were not tried: they need two ranks"]
-    room = array("l", [available() if mpi_comm.rank < 2 else 2 * ENOUGH])
+        return "a long message was not tried: it needs two ranks"
+    takes_part = mpi_comm.rank < 2
+    room = array("l", [available() if takes_part else ENOUGH])
     mpi_comm.Allreduce(MPI.IN_PLACE, room, MPI.MIN)
     if room[0] < ENOUGH:
-        return [f"long messages were not tried: they need {ENOUGH >> 30} GiB of free memory"]
-    found: list[str] = []
-    x = bytearray(LONG_MESSAGE) if mpi_comm.rank < 2 else bytearray()
-    for number, (words, datatype) in enumerate((("float32", MPI.FLOAT), ("bytes", MPI.BYTE)), 1):
-        count = LONG_MESSAGE // datatype.Get_size()
-        try:
-            if mpi_comm.rank == 0:
-                x[-1] = number
-                mpi_comm.Send([x, count, datatype], 1)
-            elif mpi_comm.rank == 1:
-                mpi_comm.Recv([x, count, datatype], 0)
-                if x[-1] != number:
-                    found.append(f"a message of {LONG_MESSAGE:,} bytes as {words} arrives damaged")
-        except MPI.Exception as error:
-            text = error.Get_error_string().split(":")[0]
-            found.append(f"a message of {count:,} {words} is refused ({text})")
-    return found
+        return f"a long message was not tried: it needs {ENOUGH >> 30} GiB of free memory"
+    x = bytearray(LONG_MESSAGE if takes_part else 0)
+    try:
+        if mpi_comm.rank == 0:
+            x[-1] = 1
+            mpi_comm.Send(x, 1)
+        elif mpi_comm.rank == 1:
+            mpi_comm.Recv(x, 0)
+            return "" if x[-1] else f"a message of {LONG_MESSAGE:,} bytes arrives damaged"
+    except MPI.Exception as error:
+        text = error.Get_error_string().split(":")[0]
+        return f"a message of {LONG_MESSAGE:,} bytes is refused ({text})"
+    return ""
 
 
 def available() -> int:

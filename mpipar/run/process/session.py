@@ -14,8 +14,6 @@ state is in the Session object, which is passed to the command.
 import atexit
 import contextlib
 import ctypes
-import hashlib
-import json
 import os
 import shutil
 import sys
@@ -26,18 +24,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mpipar import errors
-from mpipar.comm.launcher import MPICH, Launcher, Mismatch, read_launcher
-from mpipar.comm.objects import all_gather_objects
-from mpipar.config.text import cut
+from mpipar.comm.launcher import Launcher, Mismatch, read_launcher
+from mpipar.comm.objects import all_gather_objects, broadcast_text
 from mpipar.errors import EnvironmentProblem, UsageError, UserError
 from mpipar.run.files import no_links
-from mpipar.run.process import consistency, failure, limits, lock, mpi
-from mpipar.run.process.environment import COMPARED, chosen_by_user, keep_heap, presets
+from mpipar.run.process import consistency, failure, lock, mpi
+from mpipar.run.process.environment import chosen_by_user, keep_heap, limit_problems, presets
 from mpipar.run.process.self_test import check_reductions
 from mpipar.run.process.signals import Interruptible, later, listen
 from mpipar.run.process.streams import open_closed, warn
 from mpipar.run.process.watchdog import HANG, Watchdog
 
+STARTING = (
+    "MPI is starting: are all variables of MPI (MPIR_CVAR_*, OMPI_MCA_*) the same on all ranks?"
+)
 ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop waiting for it
 
 
@@ -81,13 +81,14 @@ class Session(Interruptible):
         self._token, self._host = "", 0  # of the job, and this host's number, once MPI has started
         self._failing = threading.Lock()
         self.starting = False
-        self.watch = Watchdog(lambda: self._why_not_started() or self.where(), self.fail)
+        self.watch = Watchdog(lambda: STARTING if self.starting else self.where(), self.fail)
 
     def start(self):
         """Start MPI, compare the facts of all ranks, and return `world`; later calls only return.
 
         Raises EnvironmentProblem if the ranks are not one job; they leave together if they differ.
-        Comm: a broadcast, that of host_ranks(), compare() and check_reductions(), an agreement.
+        Comm: that of check_same(), host_ranks(), compare() and check_reductions(), a broadcast, an
+        agreement.
         """
         if self.world is not None:
             return self.world
@@ -95,14 +96,12 @@ class Session(Interruptible):
         self.starting = True
         self.world = mpi.start(self.launcher)
         self.starting = False
-        mpi.check_environment(self.world, chosen_by_user(os.environ, self.presets))
+        mpi.check_same(self.world, chosen_by_user(os.environ, self.presets))
         if isinstance(self.world, mpi.OneRank):
             warn(f"{self.world.why}; continuing as rank 0 of 1")
         # a private communicator: agree() and finish() must never match the command's messages
         self._private = self.world.Dup()
-        token = bytearray(os.urandom(8))
-        self._private.Bcast(token, root=0)
-        self._token = token.hex()
+        self._token = broadcast_text(self._private, os.urandom(8).hex())
         self.host_ranks, self._host = mpi.host_ranks(self._private)
         self.host_rank = self.host_ranks.index(self.world.Get_rank())
         if self.host_rank == 0:
@@ -112,27 +111,18 @@ class Session(Interruptible):
         self.agree(lambda: check_reductions(self._private, mpi.library_name(self.world)))
         return self.world
 
-    def _why_not_started(self) -> str:
-        """Return what to compare while MPI is starting, or ""."""
-        chosen = chosen_by_user(os.environ, self.presets).items()
-        own = [f"{name}={cut(value, 60)}" for name, value in chosen if name not in COMPARED]
-        return self.starting * (
-            "MPI is starting; are MPIR_CVAR_* and OMPI_MCA_* the same on all ranks? here:"
-            f" {' '.join(own) or 'none'}"
-        )
-
     def exited(self) -> None:
         """End the job because a library has called exit(), as MPICH does if it cannot start."""
         words = "a library called exit() in this process"
-        if hint := self._why_not_started():
-            self.fail(EnvironmentProblem([f"{words}: see its message", hint]))
+        if self.starting:
+            self.fail(EnvironmentProblem([f"{words}: see its message", STARTING]))
         self.fail(RuntimeError(words))
 
     def use_folder(self, folder: Path) -> None:
         """Let ranks write states and errors into the locked run folder from now on.
 
         All ranks leave together if some host does not see the lock of this job there.
-        Comm: one all-gather of a byte per rank.
+        Comm: an agreement.
         """
         self.agree(lambda: lock.check_seen(folder, self._token))
         self.run_folder = folder
@@ -141,26 +131,24 @@ class Session(Interruptible):
     def compare(self, facts: Mapping[str, str]) -> None:
         """Return if all ranks have the same facts; else show the differences and leave together.
 
-        Comm: one small all-gather, and one of all facts if they differ; an agreement.
+        Comm: that of check_same(), an agreement.
         """
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        if len({*all_gather_objects(self._private, digest)}) > 1:
-            everybody = all_gather_objects(self._private, facts)
-            self.agree(lambda: consistency.check(everybody, "the ranks of this job differ"))
+        self.agree(lambda: mpi.check_same(self._private, facts))
 
     def agree(self, function: Callable):
         """Run function() on every rank and return its result, or leave together if it fails.
 
         The lowest rank on which it raised UserError prints the error; every rank then ends with
         that error's exit code, without an abort.
-        Comm: one all-gather of a byte per rank; every rank must call it.
+        Comm: an all-gather of exit codes; every rank must call it.
         """
         result = error = None
         try:
             result = function()
         except UserError as raised:
             error = raised
-        codes = self._gather_code(error.exit_code if error else errors.EXIT_OK)
+        code = error.exit_code if error else errors.EXIT_OK
+        codes = all_gather_objects(self._private, code)
         failing = [rank for rank, code in enumerate(codes) if code]
         if not failing:
             return result
@@ -168,11 +156,6 @@ class Session(Interruptible):
             everywhere = len(failing) == len(codes)
             failure.show(failure.error_report(error, "" if everywhere else self._place()))
         raise AgreedError(codes[failing[0]])
-
-    def _gather_code(self, code: int) -> bytearray:
-        codes = bytearray(self._private.Get_size())
-        self._private.Allgather(bytes([code]), codes)
-        return codes
 
     def lock(self, folder: Path) -> None:
         """Lock the run folder until this job ends; called by world rank 0 only.
@@ -190,13 +173,13 @@ class Session(Interruptible):
         """Leave MPI together with all ranks; return the highest of their exit codes.
 
         A rank may then work on alone for as long as it likes, because no other rank waits for it.
-        Comm: one all-gather of a byte per rank, then MPI_Finalize.
+        Comm: an all-gather of exit codes, then MPI_Finalize.
         """
         with self._failing:  # a failing thread never releases it, and ends this process
             pass
         if self.world is None:
             return exit_code
-        exit_code = max(self._gather_code(exit_code))
+        exit_code = max(all_gather_objects(self._private, exit_code))
         self._private.Free()
         world, self.world = self.world, None  # from here on, a Ctrl-C must not call MPI
         mpi.finalize(world)
@@ -228,8 +211,6 @@ class Session(Interruptible):
         self._failing.acquire()  # never released: a second failing thread of this rank stops here
         code = errors.EXIT_INTERNAL
         try:
-            if self._others_may_wait_in_init(error):
-                self.start()
             code = self._tell(error, thread)
         finally:  # reporting may fail too, and even then no rank may be left waiting
             self._abort(code)
@@ -251,24 +232,10 @@ class Session(Interruptible):
             time.sleep(failure.TURN_SECONDS * min(turn, failure.MOST_TURNS))
             # a blocked console must not keep the job alive
             later(ABORT_SECONDS, self._abort, found.exit_code)
-            failure.show(found, failure.write_record(self.run_folder, rank, found))
+            failure.show(found)
         else:  # the reporting rank's abort also ends this process; if not, it ends itself
             time.sleep(ABORT_SECONDS + failure.TURN_SECONDS * failure.MOST_TURNS)
         return found.exit_code
-
-    def _others_may_wait_in_init(self, error: BaseException) -> bool:
-        """Return whether a defect before MPI on one rank leaves the others waiting in MPI_Init.
-
-        Launchers leave them waiting, so this rank starts MPI and aborts from within, unless it can
-        tell the launcher. A user's mistake, by contrast, reaches all ranks in the same way.
-        """
-        return (
-            self.world is None
-            and self.launcher.size > 1
-            and self.launcher.name != MPICH
-            and not isinstance(error, UserError | KeyboardInterrupt)
-            and threading.current_thread() is threading.main_thread()
-        )
 
     def _abort(self, code: int):
         """Kill every rank or, if MPI cannot, at least this process."""
@@ -357,7 +324,7 @@ def guard(main: Callable, argv: list[str] | None = None):
     session.presets = chosen
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
     try:
-        if problems := limits.problems(session.launcher):
+        if problems := limit_problems(session.launcher):
             raise EnvironmentProblem(problems)
         tell_of_exit(session.exited)
         name = session.launcher.name

@@ -38,7 +38,6 @@ LONGEST_PAUSE = 1.0  # seconds between two checks
 MOST_FRAMES = 12  # of the main thread's stack in a state
 STEP = ("F", "I", "W", "sync")  # phases in which every communication has a record
 SILENT = "has written nothing: it works, or its process is stopped or gone"
-INSIDE = ("mpipar/comm/", "mpipar/run/process/")  # code that communicates on behalf of its callers
 
 
 class Watchdog:
@@ -77,20 +76,17 @@ class Watchdog:
             self._thread.join(SETTLE)  # it may be blocked on a console while reporting
 
     @contextlib.contextmanager
-    def following(self, progress: Callable, describe: Callable, stop: float | None = None):
+    def following(self, progress: Callable, describe: Callable):
         """Let the caller define progress and what this rank is doing, inside the block.
 
         progress(): any value that changes while work proceeds. describe(): a `state_of`.
-        stop: the caller's own limit, which comes without a warning.
         """
-        former = self._progress, self._describe, self.warn, self.stop
+        former = self._progress, self._describe
         self._progress, self._describe, self.begun = progress, describe, True
-        if stop is not None:
-            self.warn, self.stop = 0.0, stop
         try:
             yield self
         finally:
-            self._progress, self._describe, self.warn, self.stop = former
+            self._progress, self._describe = former
 
     def follow_records(self, recorder, comms, more: Callable = lambda: 0):
         """Call following() with what a recorder records. more(): a count that is progress too."""
@@ -225,8 +221,7 @@ def _at_work(at: str, stack: list[str], counted: bool) -> str:
     here = stack[0] if stack else "?"
     if counted:
         return f"is in no communication ({at}); its main thread is at {here}"
-    caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
-    return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
+    return f"is at {here} ({at})"
 
 
 def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:

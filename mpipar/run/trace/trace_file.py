@@ -298,7 +298,8 @@ def read(folder: str | Path) -> Trace:
     if missing := [path for path in paths if not os.path.lexists(path)]:
         raise DataError(
             f"{folder / 'trace'}: {_names(missing)} missing of {len(paths)} ranks;"
-            f" {_why_missing(folder)}"
+            " a rank writes its file after the last traced step: did the run fail, is it still"
+            " going, or is the folder on a disk that not all hosts share?"
         )
     read = [_read_head(folder, rank) for rank in range(len(paths))]
     ranks = [rank for rank, _ in read]
@@ -320,19 +321,6 @@ def read(folder: str | Path) -> Trace:
     with problems_as(DataError, str(folder / METRICS)):
         metrics, _ = read_lines(folder, METRICS)
     return Trace(folder, meta, ranks, clock, metrics)
-
-
-def _why_missing(folder: Path) -> str:
-    """Return what kept ranks from writing their files: the run's failure, if it was recorded."""
-    try:
-        name = min(path.name for path in (folder / "errors").glob("rank-*.json"))
-        record = read_json(f"errors/{name}", root=folder)
-        return f"the run failed before they were written: {shown(record['what'][0])}"
-    except (DataError, TypeError, LookupError, ValueError):
-        return (
-            "a rank writes its file after the last traced step: is the run still going, or is"
-            " the folder on a disk that not all hosts share?"
-        )
 
 
 @contextmanager

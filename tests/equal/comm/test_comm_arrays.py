@@ -1,7 +1,6 @@
 """What a Comm refuses before anything is sent, and the self-test of the MPI library."""
 
 import inspect
-import os
 
 import numpy as np
 import pytest
@@ -26,7 +25,7 @@ from mpipar.comm.record import Recorder
 from mpipar.errors import EnvironmentProblem
 from mpipar.run.process import self_test
 from mpipar.run.process.environment import chosen_by_user
-from mpipar.run.process.mpi import check_environment
+from mpipar.run.process.mpi import check_same
 from mpipar.run.replicas import Replicas
 
 pytestmark = pytest.mark.ranks(2)
@@ -132,20 +131,14 @@ class Wrong:
         return call
 
 
-@pytest.fixture
-def crowded(monkeypatch):
-    """Let both ranks have one core, so that no reduction blocks."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-
-
 def test_this_library_is_right():
     assert [words for words in self_test.wrong_reductions(WORLD) if words != self_test.UNUSED] == []
     self_test.check_reductions(WORLD, "this library")
 
 
 @pytest.mark.parametrize(("method", "dtype", "words"), [
-    ("Allreduce", "f", "MPI_SUM of float32, MPI_MAX of float32"),
-    ("Allreduce", "d", "MPI_SUM of float64, MPI_MAX of float64"),
+    ("Allreduce", "f", "MPI_SUM of float32, MPI_MAX of float32, MPI_MIN of float32"),
+    ("Allreduce", "d", "MPI_SUM of float64, MPI_MAX of float64, MPI_MIN of float64"),
     ("Allreduce", "l", "MPI_SUM of int64, MPI_MAX of int64, MPI_MIN of int64"),
     ("Reduce_scatter_block", "d", "MPI_Reduce_scatter_block of float64"),
     ("Ireduce_scatter_block", "d", "MPI_Ireduce_scatter_block of float64"),
@@ -157,18 +150,6 @@ def test_a_wrong_reduction_is_named_with_its_library(method, dtype, words):
         lambda: self_test.check_reductions(Wrong(method, dtype), "Some MPI 1.2"),
     )
     assert text.startswith(f"the MPI library (Some MPI 1.2) computes wrong results: {words}; use")
-
-
-@pytest.mark.usefixtures("crowded")
-def test_ranks_that_share_a_core_test_the_same_without_blocking():
-    class Calls(Wrong):
-        def __getattr__(self, name):
-            assert name in ("rank", "size") or name.startswith("I")
-            return super().__getattr__(name)
-
-    assert set(self_test.wrong_reductions(Calls("", ""))) <= {self_test.UNUSED}
-    found = self_test.wrong_reductions(Calls("Iallreduce", "l"))
-    assert found[:3] == ["MPI_SUM of int64", "MPI_MAX of int64", "MPI_MIN of int64"]
 
 
 def test_unsigned_maxima_are_tested_but_not_needed():
@@ -204,7 +185,7 @@ def test_ranks_whose_environment_differs_are_told_which_variable(name, other):
     facts = chosen_by_user(environ, ())
     if HERE == 0:
         with pytest.raises(EnvironmentProblem, match=f"{name} +0 +1\n{name} +1 +(2|nothing)"):
-            check_environment(WORLD, facts)
+            check_same(WORLD, facts)
     else:
-        check_environment(WORLD, facts)
+        check_same(WORLD, facts)
     on_all_ranks("")
