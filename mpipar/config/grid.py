@@ -139,43 +139,29 @@ def cuts_heads(tp: int, heads: int, kv_heads: int) -> bool:
     return heads % tp == 0 and (kv_heads % tp == 0 or tp % kv_heads == 0)
 
 
-def fitting(world_size: int, layers: int, heads: int, kv_heads: int | None = None) -> list[Layout]:
-    """Return every (dp, pp, tp) that uses all ranks. tp divides the heads; pp is at most layers.
-
-    kv_heads: the number of key/value heads, by default as many as query heads.
-    """
-    kv_heads = heads if kv_heads is None else kv_heads
-    return [
-        (world_size // (tp * pp), pp, tp)
-        for tp in divisors(world_size)
-        if cuts_heads(tp, heads, kv_heads)
-        for pp in divisors(world_size // tp)
-        if pp <= layers
-    ]
-
-
 def matching(
     given: tuple[int | None, int | None, int | None],
     world_size: int,
     layers: int,
     heads: int,
-    kv_heads: int | None = None,
+    kv_heads: int,
     cp: int = 1,
 ) -> list[Layout]:
-    """Return the layouts with the `given` axes (dp, pp, tp; None = free), the default one first.
+    """Return every (dp, pp, tp) with these axes (None = free), the default one first.
 
-    heads, kv_heads: of a model; every other width may be cut over any tp.
-    cp: the size of that axis, which is never chosen here.
+    They use all ranks, tp cuts the heads, and pp is at most layers. cp: the size of that axis,
+    which is never chosen here.
     """
-    options = fitting(world_size // cp, layers, heads, kv_heads) if world_size % cp == 0 else []
-    return sorted(
-        (
-            one
-            for one in options
-            if all(want in (None, have) for want, have in zip(given, one, strict=True))
-        ),
-        key=preference(given, world_size // cp),
-    )
+    ranks = world_size // cp
+    options = [
+        (ranks // (tp * pp), pp, tp)
+        for tp in divisors(ranks)
+        if world_size % cp == 0 and cuts_heads(tp, heads, kv_heads)
+        for pp in divisors(ranks // tp)
+        if pp <= layers
+    ]
+    fits = [one for one in options if all(map(lambda want, have: want in (None, have), given, one))]
+    return sorted(fits, key=preference(given, ranks))
 
 
 def preference(given, world_size: int):

@@ -48,12 +48,8 @@ def read_csv(path: Path) -> Schedule:
     """Return the proved schedule of a file; UsageError names what cannot be read or cannot run."""
     try:
         rows = list(csv.reader(read_text(path).splitlines()))
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UsageError(f"cannot read {path}: is not UTF-8 text") from None
-    except csv.Error as error:
-        raise UsageError(f"{path} is not a CSV file of a schedule: {error}") from None
+    except (OSError, ValueError, csv.Error) as error:
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', error)}") from None
     problems, programs, count = [], [], 0
     for row, cells in enumerate(rows):
         texts = [(column, text.strip()) for column, text in enumerate(cells) if text.strip()]

@@ -119,7 +119,7 @@ def legal_layouts(parsed: ParsedConfig, world_size: int) -> list[tuple[ParsedCon
     step are considered, since a preset's number is rounded up to what a layout takes.
     """
     grid, found = parsed.config.grid, []
-    for dp, pp, tp in matching((grid.dp, grid.pp, grid.tp), world_size, world_size, 0, cp=grid.cp):
+    for dp, pp, tp in matching((grid.dp, grid.pp, grid.tp), world_size, world_size, 0, 0, grid.cp):
         sizes = replace(grid, dp=dp, pp=pp, tp=tp)
         one = replace(parsed, config=replace(parsed.config, grid=sizes))
         with suppress(UserError):

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from mpipar.pipeline.check import check_programs, peak_stash, runnable_order
+from mpipar.pipeline.check import check_programs, runnable_order
 from mpipar.pipeline.instructions import Instr, Message, Schedule, is_compute, parts
 
 Number = int | float | Fraction  # a time or a size; exact as long as no float is involved
+STASH_CHANGE = {"F": 1, "B": -1, "W": -1}  # a stash lives until its last reader
 
 
 @dataclass(frozen=True)
@@ -123,3 +124,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         tuple(map(peak_stash, schedule.programs)),
         tuple(messages),
     )
+
+
+def peak_stash(program: tuple[Instr, ...]) -> int:
+    """Return the most chunk-activations that a rank holds at once."""
+    held = peak = 0
+    for instr in program:
+        for kind, _, _ in parts(instr):
+            held += STASH_CHANGE.get(kind, 0)
+            peak = max(peak, held)
+    return peak

@@ -1,6 +1,7 @@
 """Configuration: legal values, chosen values, flags and TOML, and the messages about all others."""
 
 import dataclasses
+import itertools
 import json
 import math
 import tomllib
@@ -10,7 +11,7 @@ from config_helpers import changed, reading_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpipar.config.grid import fitting, matching
+from mpipar.config.grid import matching
 from mpipar.config.names import CONSTANT, EXAMPLES, REMOVED
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import config_problems, resolve
@@ -94,16 +95,12 @@ def test_layout_for_a_number_of_ranks(values, world_size, layout):
     st.tuples(*[st.none() | st.integers(1, 6)] * 3),
 )
 def test_layouts_match_all_that_is_given(world_size, layers, heads, axes):
-    found = matching(axes, world_size, layers, heads)
-    for layout in found:
-        assert math.prod(layout) == world_size
-        assert heads % layout[2] == 0
-        assert layout[1] <= layers
-    assert sorted(found) == sorted(
-        one
-        for one in fitting(world_size, layers, heads)
-        if all(axis in (None, size) for axis, size in zip(axes, one, strict=True))
-    )
+    assert sorted(matching(axes, world_size, layers, heads, heads)) == [
+        (dp, pp, tp)
+        for dp, pp, tp in itertools.product(range(1, world_size + 1), repeat=3)
+        if dp * pp * tp == world_size and heads % tp == 0 and pp <= layers
+        if all(axis in (None, size) for axis, size in zip(axes, (dp, pp, tp), strict=True))
+    ]
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from mpipar.pipeline.instructions import (
     lower,
 )
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
+from mpipar.study.schedules.simulate import Costs, simulate
 
 
 def edited(schedule, pp_rank, change):
@@ -376,5 +377,5 @@ def test_torch_accepts_our_files(name, tmp_path):
     assert mapping == {stage: schedule.stage_to_rank[stage] for stage in range(schedule.num_stages)}
     lowered = schedules._add_send_recv(actions, mapping.__getitem__, schedule.num_stages)
     assert sum(str(action).count("SEND") for row in lowered.values() for action in row) == sum(
-        check(schedule).messages
+        simulate(schedule, Costs()).messages
     )
