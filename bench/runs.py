@@ -84,7 +84,7 @@ def stack_for(row: dict[str, str], machine: Machine) -> Stack:
     if not (attention != "unfused" if attention else machine.fused_attention):
         stack = replace(stack, fused=False, overlap=False)  # as software was before 2023
     if "DeepSpeed" in row["system"]:
-        stack = replace(stack, gradient_bytes=2, unit=0.25)
+        stack = replace(stack, gradient_bytes=2)
     elif not any(part in row["system"] for part in FUSED_NORMS):
         own = "rms" in attention.lower() or "norm" in attention.lower()
         stack = replace(stack, gradient_bytes=2, norm_bytes=0 if own else 4)
@@ -130,15 +130,16 @@ def shape_of(row: dict[str, str]) -> Shape | None:
         return None
     width, heads = int(row["hidden"]), int(row["heads"])
     return Shape(
-        int(row["layers"]),
-        width,
-        int(row["ffn"]),
-        heads,
-        int(row["kv_heads"]),
-        width // heads,
-        int(row["vocab"]),
-        int(row["seq"]),
-        ACTIVATION[row["arch"]],
+        layers=int(row["layers"]),
+        d_model=width,
+        ffn=int(row["ffn"]),
+        heads=heads,
+        kv_heads=int(row["kv_heads"]),
+        head_dim=width // heads,
+        vocab_size=int(row["vocab"]),
+        seq_len=int(row["seq"]),
+        activation=ACTIVATION[row["arch"]],
+        positions="rope",
         tied=row["arch"] == "gpt",
     )
 
@@ -162,7 +163,9 @@ def run_of(row: dict[str, str], machines: dict[str, Machine]) -> Run | None:
         outer = replace(outer, gbytes_s=float(row["net_per_gpu_gbps"]) / 8)
         machine = replace(machine, links=(inner, outer))
     stack = stack_for(row, machine)
-    machine = machine if stack.fused else machine.with_links(latency=OLD_START)
+    if not stack.fused:
+        links = [replace(one, latency_us=OLD_START * one.latency_us) for one in machine.links]
+        machine = replace(machine, links=tuple(links))
     return Run(row, shape, layout_of(row), machine, stack, float(row["step_s"]))
 
 

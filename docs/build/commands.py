@@ -29,7 +29,7 @@ from mpipar.interconnect.program import environment_of_jobs
 from mpipar.run.process.session import Session
 from mpipar.run.trace.trace_file import Trace, read
 from mpipar.study.trace import waits
-from mpipar.study.trace.timeline import median_step
+from mpipar.study.trace.segments import median_step
 
 LIMIT = 100  # seconds for one command
 FILE = re.compile(r"^```\w+ ([\w-]+\.\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -37,26 +37,22 @@ def run(context: Context) -> int:
         print_runs(before, after)
         slower = print_step(before, after) == "slower"
         print("\nby cause, ms per step and rank, most lost first:")
-        print(change_table("cause", comparison.items(before, after)))
-        print("\nwhat others waited for, ms per step, summed over ranks, most lost first:")
-        print(change_table("cause of waiting", comparison.waited_for(before, after)))
+        print(change_table(comparison.items(before, after)))
     return EXIT_CHECK_FAILED if context.args.check and slower else EXIT_OK
 
 
 def print_runs(before: Analysis, after: Analysis) -> None:
     """Print what is compared, which settings differ, and what to know before believing it."""
     old, new = sides = before.trace, after.trace
-    remarks: dict[str, list[str]] = {}
+    lines = []
     for name, trace in zip("AB", sides, strict=True):
         print(
             f"{name}: {harmless(str(trace.folder))}: {trace.size()},"
             f" {trace.meta['schedule']['name']}, {counted(trace.num_steps, 'traced step')}"
         )
-        for remark in trace.remarks():
-            remarks.setdefault(remark, []).append(name)
+        lines += [f"{name}: {remark}" for remark in trace.remarks()]
     for key, was, now in comparison.settings_that_differ(old.folder, new.folder):
         print(f"   {brief(key)}: {brief(str(was))} -> {brief(str(now))}")
-    lines = [f"{' and '.join(names)}: {remark}" for remark, names in remarks.items()]
     if old.meta["layout"] != new.meta["layout"]:
         lines.append("the layouts differ: rank 1 of A and rank 1 of B do different work")
     for line in lines:
@@ -65,22 +61,20 @@ def print_runs(before: Analysis, after: Analysis) -> None:
 
 def print_step(before: Analysis, after: Analysis) -> str:
     """Print how long a step takes on both sides; return the verdict."""
-    step, known_from, count = comparison.step_time(before, after)
+    step, counts = comparison.step_time(before, after)
     undecided = "within the spread: neither slower nor faster"
-    if count < comparison.LEAST_STEPS:
-        undecided = "which may be chance: trace more steps, as in --trace 10:14"
+    if min(counts) < comparison.LEAST_STEPS:
+        undecided = "which may be chance: take more steps"
     print(
         f"\na step takes {step.before[1]:.2f} ms in A and {step.after[1]:.2f} ms in B (medians of"
-        f" {known_from}):\nB takes {step.after[1] / max(step.before[1], 1e-9):.2f}x as long,"
-        f" {step.verdict or undecided}"
+        f" {counts[0]} and {counts[1]} steps):\nB takes"
+        f" {step.after[1] / max(step.before[1], 1e-9):.2f}x as long, {step.verdict or undecided}"
     )
     return step.verdict
 
 
-def change_table(title: str, changes: list[comparison.Change]) -> str:
+def change_table(changes: list[comparison.Change]) -> str:
     """Return a table of the largest changes: medians and quartiles."""
-    if not changes:
-        return "no rank waited"
     largest = sorted(changes, key=lambda one: -abs(one.ms))[:MOST]
     shown = [one for one in changes if one in largest and abs(one.ms) >= LEAST_MS]
     rows = [
@@ -95,9 +89,7 @@ def change_table(title: str, changes: list[comparison.Change]) -> str:
         )
         for one in shown
     ]
-    if not shown:
-        return f"{counted(len(changes), 'change')}, none of them of {LEAST_MS} ms"
-    text = table([(title, "A ms", "quartiles", "B ms", "quartiles", "change", "beyond"), *rows])
+    text = table([("cause", "A ms", "quartiles", "B ms", "quartiles", "change", "beyond"), *rows])
     rest = len(changes) - len(shown)
     return f"{text}\nand {counted(rest, 'smaller change')}" if rest else text
 

@@ -35,8 +35,7 @@ from mpipar.run.resolve import resolve
 from mpipar.study.explain import formulas
 from mpipar.study.explain.predict import predict, unit_memory
 from mpipar.study.plan.machine import load_machine
-from mpipar.study.plan.model import Step
-from mpipar.study.plan.of_config import step_of
+from mpipar.study.plan.model import Step, step_of
 from mpipar.study.plan.report import PARTS
 from mpipar.train.build import configured_schedule
 

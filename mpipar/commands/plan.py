@@ -18,7 +18,6 @@ from mpipar.errors import (
     EXIT_OK,
     DataError,
     UsageError,
-    UserError,
     broken,
     suggestion,
 )
@@ -60,11 +59,6 @@ class Arguments:
         choices=FORMATS,
     )
     stack: str = setting("mpipar", "software whose efficiency is assumed", choices=tuple(STACKS))
-    optimizer: str | None = setting(
-        None,
-        "update rule, for what it keeps in memory (default: the model's)",
-        choices=FIELDS["optimizer"].metadata["choices"],
-    )
     memory_limit: int | None = setting(
         None,
         "memory of a device, as 40G (default: the machine's); 5 % of it stays free",
@@ -104,104 +98,56 @@ def run(context: Context) -> int:
     return EXIT_OK if plan.best else EXIT_CHECK_FAILED
 
 
-def problems(args: Arguments) -> list[UserError]:
-    """Return what is wrong between the arguments, or with the model and machine they name."""
-    found, errors = [], []
-    fixed = fixed_parts(args, found)
-    axes = {name: fixed.get(name, 1) for name in LAYOUT}
-    product = math.prod(axes[name] for name in AXES)
-    found += [f"--layout {name}={n}: must be at least 1" for name, n in axes.items() if n < 1]
-    if fixed.get("pp") == 1 and "schedule" in fixed:
-        found.append(
-            f"--schedule {fixed['schedule']}: orders the passes of several stages, but pp is 1;"
-            " give one of them"
-        )
-    if not found and args.ranks % product:
-        found.append(
-            f"--ranks {args.ranks}: is not a multiple of {product}, the ranks of the given"
-            f" axes; use {-(-args.ranks // product) * product}, or leave an axis out"
-        )
-    try:
-        question_of(args, job_of(args))
-    except UserError as error:
-        errors.append(error)
-    return [UsageError(found), *errors] if found else errors
-
-
-def fixed_parts(args: Arguments, found: list[str]) -> dict:
-    """Return the fixed parts of the layout; problems of --layout are added to `found`."""
-    names = ("layout", "schedule", "recompute", "zero")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return expand_layout(given, found, LAYOUT)
-
-
 def question_of(args: Arguments, job: Job) -> Question:
     """Return what the flags ask about a model. Raises UsageError and DataError."""
-    model, fixed = job.config.model, fixed_parts(args, [])
-    machine, stack = load_machine(args.machine, args.ranks), STACKS[args.stack]
-    dtype = args.dtype or machine.dtype
-    preset = PRESETS[job.config.run.preset]["batch_size"]
-    batch = args.batch_size or job.config.train.batch_size or preset
-    dp, ep = max(1, fixed.get("dp", 1)), max(1, fixed.get("ep", 1))
-    longest, tokens = model.completed().longest_row, args.seq_len or model.seq_len
-    near = [one for one in (batch // dp * dp, -(-batch // dp) * dp) if one]
-    known = ", ".join(one for one in FORMATS if one in machine.peak_tflops)
-    remaining_group = [one for one in LAYOUT if fixed.get(one, 1) > 1 and one not in stack.axes]
-    wrong = broken(
-        (
-            remaining_group,
-            (
-                f"--layout {','.join(f'{one}={fixed[one]}' for one in remaining_group)}: --stack"
-                f" {args.stack} cuts a job along {', '.join(stack.axes)} only; leave it out"
-            ),
+    model, machine, stack = job.config.model, load_machine(args.machine, args.ranks), args.stack
+    names = ("layout", "schedule", "recompute", "zero")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    wrong: list[str] = []
+    fixed = expand_layout(given, wrong, LAYOUT)
+    axes = {name: max(1, fixed.get(name, 1)) for name in LAYOUT}
+    product, zero = math.prod(axes[name] for name in AXES), fixed.get("zero", 0)
+    dtype, tokens = args.dtype or machine.dtype, args.seq_len or model.seq_len
+    batch = args.batch_size or job.config.train.batch_size
+    batch = batch or PRESETS[job.config.run.preset]["batch_size"]
+    wrong += broken(
+        *((fixed.get(name) == 0, f"--layout {name}=0: must be at least 1") for name in LAYOUT),
+        *(
+            (axes[name] > 1 and name not in STACKS[stack].axes, f"{name}: --stack {stack} lacks it")
+            for name in LAYOUT
         ),
         (
-            args.optimizer and not stack.own,
-            f"--optimizer: --stack {args.stack} is counted with AdamW; leave one of them out",
+            fixed.get("pp") == 1 and "schedule" in fixed,
+            f"--schedule {args.schedule}: orders the passes of several stages, but pp is 1",
         ),
         (
-            fixed.get("zero", 0) not in stack.zeros,
-            (
-                f"--zero {fixed.get('zero')}: --stack {args.stack} has"
-                f" {' and '.join(map(str, stack.zeros))} only"
-            ),
+            args.ranks % product,
+            f"--ranks {args.ranks}: is not a multiple of {product}, the layout's",
         ),
+        (zero not in STACKS[stack].zeros, f"--zero {zero}: --stack {stack} lacks it"),
         (
-            job.flags.startswith("--init-from") and tokens > longest,
-            (
-                f"--seq-len {tokens}: the weights are made for sequences of at most {longest}"
-                " tokens; use that, or leave it out"
-            ),
+            job.flags.startswith("--init-from") and tokens > model.completed().longest_row,
+            f"--seq-len {tokens}: is longer than the sequences that the weights are made for",
         ),
         (
             dtype not in machine.peak_tflops,
-            f"--dtype {dtype}: {machine.name} has no rate for it; use one of {known}",
+            f"--dtype {dtype}: {machine.name} has no rate for it",
         ),
         (
-            ep > 1 and not model.experts,
-            f"--layout ep={ep}: MODEL {brief(args.model)} has no experts; leave ep out",
+            (model.experts or 1) % axes["ep"],
+            f"--layout ep={axes['ep']}: does not divide the {model.experts or 'one'} experts",
         ),
-        (
-            model.experts and model.experts % ep,
-            f"--layout ep={ep}: does not divide the {model.experts} experts",
-        ),
-        (
-            batch % dp,
-            (
-                f"--batch-size {batch}: is not a multiple of dp={dp}; use"
-                f" {' or '.join(map(str, near))}"
-            ),
-        ),
+        (batch % axes["dp"], f"--batch-size {batch}: is not a multiple of dp={axes['dp']}"),
     )
     if wrong:
         raise UsageError(wrong)
     gib = args.memory_limit / GIB if args.memory_limit else machine.memory_gib
     question = Question(
-        Shape.of(replace(model, seq_len=tokens).completed()),
+        Shape.of(replace(model, seq_len=tokens)),
         machine.with_dtype(dtype),
         args.ranks,
         gib * (1 - FREE / 100),
-        stack.with_dtype(dtype),
+        STACKS[stack].with_dtype(dtype),
         batch,
         fixed,
         dtype,
@@ -216,26 +162,20 @@ def job_of(args: Arguments) -> Job:
         config, flags = build({"preset": text}), f"--preset {quoted}"
     elif text.endswith(".toml"):
         parsed = read({"config": text})
-        if parsed.problems:
-            raise UsageError([*parsed.problems, *config_problems(parsed.config)])
+        if wrong := [*parsed.problems, *config_problems(parsed.config)]:
+            raise UsageError(wrong)
         config, flags = parsed.config, f"--config {quoted}"
-    elif os.path.isdir(text) or os.path.basename(text) == "config.json":
-        folder = text if os.path.isdir(text) else os.path.dirname(text) or "."
-        config = build(model_settings(folder, where=f"MODEL {brief(text)}"))
-        flags = f"--init-from {shlex.quote(folder)}"
+    elif os.path.isdir(text):
+        config = build(model_settings(text, where=f"MODEL {brief(text)}"))
+        flags = f"--init-from {quoted}"
     else:
-        close = suggestion(text, list(PRESETS))
         raise UsageError(
-            f"MODEL {brief(text)}: is not a preset{close}; use one of"
-            f" {', '.join(PRESETS)}, a file that ends in .toml, or a folder with"
-            " config.json"
+            f"MODEL {brief(text)}: is not a preset{suggestion(text, list(PRESETS))}; use one of"
+            f" {', '.join(PRESETS)}, a file that ends in .toml, or a folder with config.json"
         )
     if wrong := config_problems(config):
         raise DataError([f"MODEL {brief(text)}: {one}" for one in wrong])
-    if args.optimizer:
-        config = replace(config, train=replace(config.train, optimizer=args.optimizer))
-        flags += f" --optimizer {args.optimizer}"
     return Job(config, flags)
 
 
-COMMAND = Command(run, "MODEL --machine NAME --ranks N [flags]", Arguments, problems=problems)
+COMMAND = Command(run, "MODEL --machine NAME --ranks N [flags]", Arguments)

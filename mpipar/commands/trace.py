@@ -7,13 +7,13 @@ from pathlib import Path
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
 from mpipar.config.text import counted, harmless
-from mpipar.errors import EXIT_OK, UsageError
+from mpipar.errors import EXIT_OK
 from mpipar.run.console.tables import WIDTH, table, table_with_words
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules.bubble import bubble_table
 from mpipar.study.trace import html, perfetto, pop
 from mpipar.study.trace.analysis import Analysis, barrier_cells, cause_cells, rank_cells
-from mpipar.study.trace.timeline import median_step, timeline
+from mpipar.study.trace.segments import median_step, timeline
 
 MOST = 12  # causes of waiting
 
@@ -31,14 +31,6 @@ class Arguments:
     html: str | None = setting(
         None, "write one self-contained page to this file, and print no tables", metavar="FILE"
     )
-
-
-def problems(args: Arguments) -> list[UsageError]:
-    """Return a problem if both files are the same."""
-    same = None not in (args.html, args.perfetto) and (
-        Path(args.html).resolve() == Path(args.perfetto).resolve()
-    )
-    return [UsageError(f"--html and --perfetto both name {args.html}: give two files")] * same
 
 
 def run(context: Context) -> int:
@@ -71,7 +63,7 @@ def show(analysis: Analysis) -> None:
     print(f"\nstep {step}:")
     print(timeline(trace, analysis.segments, WIDTH, window))
     rows = [("efficiency", "value", "what it says")]
-    rows += [(name, f"{value:6.1%}", what) for name, value, what in analysis.efficiency.rows()]
+    rows += [(name, f"{value:6.1%}", what) for name, value, what in analysis.efficiencies]
     print("\n" + table(rows, left=3))
     print_findings(analysis)
     if analysis.waits.events:
@@ -89,11 +81,11 @@ def show(analysis: Analysis) -> None:
 def write_files(args, analysis: Analysis) -> None:
     """Write the requested files, and print a line for each."""
     if args.perfetto is not None:
-        count = perfetto.write(analysis.trace, analysis.waits, Path(args.perfetto))
-        print(f"{harmless(args.perfetto)}: {count:,} events; open it in https://ui.perfetto.dev")
+        perfetto.write(analysis.trace, analysis.waits, Path(args.perfetto))
+        print(f"{harmless(args.perfetto)}: open it in https://ui.perfetto.dev")
     if args.html is not None:
-        thinned = html.write(analysis, Path(args.html))
-        print(f"{harmless(args.html)}: open it in a browser" + (f"; {thinned}" if thinned else ""))
+        html.write(analysis, Path(args.html))
+        print(f"{harmless(args.html)}: open it in a browser")
 
 
 def print_findings(analysis: Analysis) -> None:
@@ -118,4 +110,4 @@ def print_waits(analysis: Analysis) -> None:
     print(table_with_words(barrier_cells(analysis), left=2))
 
 
-COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments, problems=problems)
+COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments)

@@ -31,7 +31,7 @@ def run(context: Context) -> int:
     from mpipar.run.training import Run
     from mpipar.study import measured_step, report
     from mpipar.study.explain.predict import predict
-    from mpipar.study.plan.of_config import with_best_layout
+    from mpipar.study.plan.search import with_best_layout
     from mpipar.study.schedules import draw
 
     session, machine = context.session, context.args.machine

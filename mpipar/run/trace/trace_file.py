@@ -14,9 +14,8 @@ import gc
 import json
 import math
 import os
-import traceback
 from collections import defaultdict
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
@@ -25,12 +24,11 @@ import numpy as np
 
 from mpipar.comm.record import Record, Span
 from mpipar.config.text import brief, shown
-from mpipar.errors import DataError, UsageError
+from mpipar.errors import DataError, UsageError, broken
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
 from mpipar.run.console.series import read_lines
 from mpipar.run.console.tables import crowded, describe_stage
-from mpipar.run.files import no_links
 from mpipar.run.files.bounded import open_regular, parse_json, problems_as, read_json
 from mpipar.run.files.replace import replace_file
 from mpipar.run.files.typed import built
@@ -40,8 +38,6 @@ SCHEMA = 5
 METRICS = "metrics.jsonl"  # of a run folder
 META = "trace/meta.json"  # also there: what the files of all ranks have in common
 MOST_META = 64 << 20  # bytes of a JSON text
-MOST_NAMED = 8  # files in a message
-MOST_RANKS = 1 << 17  # of a layout
 MIXED = "the files of trace/ must come from one run"
 HOW_TO = "record one with: mpipar train --trace 10:12 --out FOLDER"
 
@@ -157,15 +153,11 @@ class Trace:
             for step in zip(*(rank.steps for rank in self.ranks), strict=True)
         ]
 
-    def layout(self) -> str:
-        """Return the layout in words, as in `pp 2 x tp 2`."""
-        sizes = self.meta["layout"].items()
-        return " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1) or "one rank"
-
     def size(self) -> str:
         """Return ranks and layout, as in `4 ranks (pp 2 x tp 2)`."""
-        count = len(self.ranks)
-        return f"{count} ranks ({self.layout()})" if count > 1 else self.layout()
+        sizes = self.meta["layout"].items()
+        words = " x ".join(f"{axis} {size}" for axis, size in sizes if size > 1)
+        return f"{len(self.ranks)} ranks ({words})" if words else "one rank"
 
     def place(self, rank: RankTrace) -> str:
         """Return the rank's place on the axes that have several, as in `pp1 tp0`."""
@@ -182,13 +174,17 @@ class Trace:
 
     def remarks(self) -> list[str]:
         """Return the caveats that a reader must know before trusting the numbers."""
-        failed = not all(rank.complete for rank in self.ranks)
-        alone = self.num_steps == 1 < len(self.ranks)
-        return [
-            *filter(None, [self.crowded()]),
-            *["the run failed in the last step that is shown"] * failed,
-            *["one step is traced: what is slow in every step shows only with several"] * alone,
-        ]
+        return broken(
+            (self.crowded(), self.crowded()),
+            (
+                not all(rank.complete for rank in self.ranks),
+                "the run failed in the last step that is shown",
+            ),
+            (
+                self.num_steps == 1 < len(self.ranks),
+                "one step is traced: what is slow in every step shows only with several",
+            ),
+        )
 
     def schedule(self) -> Schedule:
         """Return the schedule that the run used."""
@@ -200,9 +196,8 @@ class Trace:
 
 def schedule_json(schedule: Schedule) -> dict:
     """Return a Schedule as values for JSON; `Trace.schedule` is the inverse."""
-    programs = [[str(instr) for instr in program] for program in schedule.programs]
     return {name: getattr(schedule, name) for name in ScheduleFacts.__dataclass_fields__} | {
-        "programs": programs
+        "programs": [[str(instr) for instr in program] for program in schedule.programs]
     }
 
 
@@ -226,15 +221,6 @@ def common_facts(schedule: Schedule, stage_layers, layout: dict, entry: str, **m
 def rank_name(world_rank: int) -> str:
     """Return the name of one rank's file in a run folder."""
     return f"trace/rank-{world_rank:05d}.bin"
-
-
-def remove(folder: Path, world_rank: int) -> None:
-    """Remove what this rank has written of an unusable trace."""
-    with suppress(OSError):  # other ranks may still have files there
-        no_links.remove(folder, rank_name(world_rank))
-        if world_rank == 0:
-            no_links.remove(folder, META)
-        (folder / "trace").rmdir()
 
 
 def write_rank(folder: Path, head: dict, *rows: list) -> None:
@@ -277,8 +263,8 @@ def _numbers(kind, rows: list, texts: dict[str, int]) -> np.ndarray:
 
 def write_meta(folder: Path, meta: dict) -> None:
     """Write trace/meta.json; world rank 0 alone calls it."""
-    text = json.dumps({"mpipar_trace": SCHEMA, **meta}, indent=1) + "\n"
-    replace_file(META, [text.encode()], sync=False, root=folder)
+    value = {"mpipar_trace": SCHEMA, **meta}
+    replace_file(META, [json.dumps(value, indent=1).encode()], sync=False, root=folder)
 
 
 def read(folder: str | Path) -> Trace:
@@ -287,98 +273,51 @@ def read(folder: str | Path) -> Trace:
     Raises DataError when there is none, or a part is missing or belongs to another run.
     """
     folder = Path(folder)
-    if not os.path.isdir(folder):
-        raise DataError(f"{folder}: no such run folder; {HOW_TO}")
     if not (folder / "trace").is_dir():
-        raise DataError(f"{folder}: this run has no trace; {HOW_TO}")
-    meta = _read_meta(folder)
-    if not 0 < meta["world_size"] <= MOST_RANKS:
-        raise DataError(f"{folder / META}: of {meta['world_size']:,} ranks; {HOW_TO}")
-    paths = [folder / rank_name(rank) for rank in range(meta["world_size"])]
-    if missing := [path for path in paths if not os.path.lexists(path)]:
-        raise DataError(
-            f"{folder / 'trace'}: {_names(missing)} missing of {len(paths)} ranks;"
-            " a rank writes its file after the last traced step: did the run fail, is it still"
-            " going, or is the folder on a disk that not all hosts share?"
-        )
-    read = [_read_head(folder, rank) for rank in range(len(paths))]
-    ranks = [rank for rank, _ in read]
-    if others := [
-        path for path, rank in zip(paths, ranks, strict=True) if rank.recording != meta["recording"]
-    ]:
-        raise DataError(
-            f"{folder / META}: of another recording than {_names(others)}: {MIXED}; {HOW_TO}"
-        )
-    for path, rank in zip(paths, ranks, strict=True):
-        if [step for step, *_ in rank.steps] != [step for step, *_ in ranks[0].steps]:
-            raise DataError(f"{path}: its steps differ from those of {paths[0].name}: {MIXED}")
+        raise DataError(f"{folder}: no run folder with a trace; {HOW_TO}")
+    meta = read_json(META, cure=HOW_TO, most_bytes=MOST_META, root=folder)
+    facts = _built(Meta, meta, folder / META)
     with contradictions_are_data_errors(folder), np.errstate(all="raise"):
-        clock = entries(Meta, meta).clock
-        first = min(clock.common_ns(rank.world_rank, rank.start) for rank in ranks)
-    for path, (rank, numbers) in zip(paths, read, strict=True):
-        with contradictions_are_data_errors(path), _without_collections(), np.errstate(all="raise"):
-            _fill(rank, numbers, clock, first)
+        read = [_read_rank(folder, rank, facts) for rank in range(facts.world_size)]
+        first = min(facts.clock.common_ns(rank.world_rank, rank.start) for rank, _ in read)
+        gc.disable()  # it would visit all rows again and again, here and later
+        try:
+            for rank, numbers in read:
+                _fill(rank, numbers, facts.clock, first)
+        finally:
+            gc.freeze()
+            gc.enable()
     with problems_as(DataError, str(folder / METRICS)):
         metrics, _ = read_lines(folder, METRICS)
-    return Trace(folder, meta, ranks, clock, metrics)
+    return Trace(folder, meta, [rank for rank, _ in read], facts.clock, metrics)
 
 
-@contextmanager
-def _without_collections():
-    """Keep the garbage collector from visiting all rows again and again, here and later."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
+def _read_rank(folder: Path, world_rank: int, meta: Meta) -> tuple[RankTrace, bytes]:
+    """Return what the head of one rank's file says, and the bytes of its rows."""
+    path = folder / (name := rank_name(world_rank))
+    with problems_as(DataError, str(path), HOW_TO), open_regular(name, folder) as file:
+        head = file.readline(MOST_META)
+        trace = _built(RankTrace, parse_json(head.decode()), path)
+        counts = zip(trace.rows, KINDS.values(), strict=True)
+        size = 8 * sum(count * len(kind._fields) for count, kind in counts)
+        there = os.fstat(file.fileno()).st_size - len(head)
+        if there != size:
+            raise ValueError(f"{there:,} bytes of rows of {size:,}: was it copied only in part?")
+        if (trace.world_rank, trace.recording) != (world_rank, meta.recording):
+            raise ValueError(f"of another rank or run than {META} says: {MIXED}")
+        return trace, file.read(size)
 
 
-def _names(paths: list[Path]) -> str:
-    more = ", ..." if len(paths) > MOST_NAMED else ""
-    return ", ".join(path.name for path in paths[:MOST_NAMED]) + more
-
-
-def _read_meta(folder: Path) -> dict:
-    value = read_json(META, cure=HOW_TO, most_bytes=MOST_META, root=folder)
-    path = folder / META
-    try:
-        entries(Meta, _checked(path, value))
-    except ValueError as error:
-        raise DataError(f"{path}: not of a trace: {brief(str(error), 300)}; {HOW_TO}") from None
-    return value
-
-
-def _checked(path: Path, head) -> dict:
-    if not isinstance(head, dict) or head.get("mpipar_trace") != SCHEMA:
-        found = head.get("mpipar_trace") if isinstance(head, dict) else None
+def _built(kind, value, path: Path):
+    """Return the entries of a JSON object that a dataclass has, as that dataclass."""
+    found = value.get("mpipar_trace") if isinstance(value, dict) else None
+    if found != SCHEMA:
         raise DataError(
             f"{path}: trace schema {shown(found)}, this mpipar reads {SCHEMA}; {HOW_TO}"
         )
-    return head
-
-
-def _read_head(folder: Path, world_rank: int) -> tuple[RankTrace, bytes]:
-    """Return what the head of one rank's file says, and the bytes of its rows."""
-    path = folder / rank_name(world_rank)
-    try:
-        with open_regular(rank_name(world_rank), folder) as file:
-            head = file.readline(MOST_META)
-            trace = entries(RankTrace, _checked(path, parse_json(head.decode())))
-            pairs = zip(trace.rows, KINDS.values(), strict=True)
-            size = 8 * sum(count * len(kind._fields) for count, kind in pairs)
-            there = os.fstat(file.fileno()).st_size - len(head)
-            whole = there == size and min(trace.rows) >= 0
-            numbers = file.read(size) if whole else b""
-    except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}, line 1: not a trace: {brief(str(error), 300)}") from None
-    if not whole or len(numbers) != size:
-        raise DataError(f"{path}: {there:,} bytes of rows of {size:,}: was it copied only in part?")
-    if not trace.steps:
-        raise DataError(f"{path}: no step was traced; {HOW_TO}")
-    if trace.world_rank != world_rank:
-        raise DataError(f"{path}: of rank {trace.world_rank}: {MIXED}")
-    return trace, numbers
+    names = kind.__dataclass_fields__
+    with problems_as(DataError, f"{path}: not of a trace", HOW_TO):
+        return built(kind, {name: value[name] for name in names if name in value}, "it")
 
 
 def _fill(trace: RankTrace, numbers: bytes, clock: CommonClock, first: int) -> None:
@@ -425,18 +364,7 @@ def contradictions_are_data_errors(*folders: str | Path):
         RuntimeError,
         UsageError,
     ) as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
         raise DataError(
             f"{' or '.join(map(str, folders))}: a trace that contradicts itself:"
-            f" {type(error).__name__} {brief(str(error))} at"
-            f" {Path(at.filename).name}:{at.lineno}; {HOW_TO}"
+            f" {type(error).__name__} {brief(str(error))}; {HOW_TO}"
         ) from error
-
-
-def entries(kind, value: dict):
-    """Return the entries of a JSON object that a dataclass has, as that dataclass.
-
-    Raises a ValueError that says which entry lacks or has another type.
-    """
-    names = kind.__dataclass_fields__
-    return built(kind, {name: value[name] for name in names if name in value}, "it")

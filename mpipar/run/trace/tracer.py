@@ -37,7 +37,7 @@ class Tracer:
         self.before: dict = {}
         self.recording = ""
         self.collecting = 0  # when the current garbage collection began
-        self.written = self.lost = False
+        self.written: bool | None = None  # None until all ranks have tried
 
     @contextmanager
     def step(self, number: int):
@@ -87,41 +87,28 @@ class Tracer:
             self.worker.recorder.span("gc", self.collecting)
 
     def finish(self) -> bool:
-        """Write the trace if one was begun and not yet written; return whether there is one.
+        """Write the trace if one was begun; return, on world rank 0, whether it is whole.
 
-        A trace is removed if any rank could not write its part. Comm: the clock measurement, see
-        `clock.measure_clocks`, a gather of facts and a broadcast of text; every rank calls it after
-        the same step.
+        Comm: the clock measurement, see `clock.measure_clocks`, and a gather of facts; every rank
+        calls it after the same step.
         """
-        if not self.steps or self.written or self.lost:
-            return self.written
-        after = measure_clocks(self.world, self.owners)
-        problems = gather_objects(self.world, self._write(complete=True, after=after))
-        first = next(((at, text) for at, text in enumerate(problems or ()) if text), None)
-        self.lost = bool(broadcast_text(self.world, "lost" if first else ""))
-        self.written = not self.lost
-        if self.lost:
-            trace_file.remove(self.folder, self.worker.grid.world_rank)
-        if first:
-            warn(
-                f"rank {first[0]} cannot write its trace: {first[1]}; the run continues without it"
-            )
-        if self.timed_ops is not None:
-            self.timed_ops.active = False
-        self.worker.recorder.resize(self.capacity)
-        return self.written
-
-    def steps_text(self) -> str:
-        """Return the steps that the trace holds, as `steps 10 to 12`; a stopped run has fewer."""
-        first, last = self.steps[0][0], self.steps[-1][0]
-        return f"step {first}" if first == last else f"steps {first} to {last}"
+        if self.steps and self.written is None:
+            after = measure_clocks(self.world, self.owners)
+            problems = gather_objects(self.world, self._write(complete=True, after=after)) or []
+            self.written = not any(problems)
+            if not self.written:
+                rank, text = next((at, text) for at, text in enumerate(problems) if text)
+                warn(f"rank {rank} cannot write its trace: {text}; the run continues without it")
+            if self.timed_ops is not None:
+                self.timed_ops.active = False
+            self.worker.recorder.resize(self.capacity)
+        return bool(self.written)
 
     def _tried(self, write, *arguments) -> str:
         """Call a function that writes; return what went wrong, or ""."""
         try:
             write(*arguments)
         except Exception as error:  # noqa: BLE001 - the run is worth more than its trace
-            trace_file.remove(self.folder, self.worker.grid.world_rank)
             return str(error) or repr(error)
         return ""
 
@@ -135,7 +122,6 @@ class Tracer:
     def _write_rank(self, complete: bool) -> None:
         worker, recorder = self.worker, self.worker.recorder
         numbers = {step for step, *_ in self.steps}
-        groups = {axis: comm.ranks for axis, comm in worker.comms.groups.items()}
         head = {
             "recording": self.recording,
             "world_rank": worker.grid.world_rank,
@@ -143,7 +129,7 @@ class Tracer:
             "pid": os.getpid(),
             "place": {axis: worker.grid.group_rank(axis) for axis in EVERY},
             "stages": sorted(worker.stages),
-            "groups": groups,
+            "groups": {axis: comm.ranks for axis, comm in worker.comms.groups.items()},
             "steps": self.steps,
             "complete": complete,
             "cores": sorted(os.sched_getaffinity(0)),

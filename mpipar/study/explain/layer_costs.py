@@ -133,33 +133,27 @@ class Barrier(NamedTuple):
 class Cost(NamedTuple):
     """What one or several layers cost.
 
-    products: (rows, inner, outer) of each product of a forward pass, with letters side by side as
-    in `array`; the gradients of its inputs and weights are products of the same FLOPs. weights:
-    numbers in the weights. flops: FLOPs of a forward pass. attention: those of attention among
-    them. stash: bytes kept from F to I. kept: from I to W. remade: bytes that backward recomputes
-    from the stash where they could also be kept. barriers: in the order of the layers.
+    weights: numbers in the weights. flops: FLOPs of a forward pass. attention: those of attention
+    among them. stash: bytes kept from F to I. kept: from I to W. barriers: in the order of the
+    layers.
     """
 
-    products: tuple[tuple[str, str, str], ...] = ()
     weights: Sum = NOTHING
     flops: Sum = NOTHING
     attention: Sum = NOTHING
     stash: Sum = NOTHING
     kept: Sum = NOTHING
-    remade: Sum = NOTHING
     barriers: tuple[Barrier, ...] = ()
 
 
 def together(*costs: Cost) -> Cost:
     """Return the Cost of several layers."""
     return Cost(
-        tuple(product for one in costs for product in one.products),
         total(one.weights for one in costs),
         total(one.flops for one in costs),
         total(one.attention for one in costs),
         total(one.stash for one in costs),
         total(one.kept for one in costs),
-        total(one.remade for one in costs),
         tuple(barrier for one in costs for barrier in one.barriers),
     )
 
@@ -280,7 +274,6 @@ def product(name: str, cut: str, inner: str, outer: str, *, again: bool = True) 
     x, y = array(held if pieces else "B*T", widths["x"][1]), array("B*T", widths["y"][1])
     pairs = [f"{one}*{other}" for one in widths["x"][0] for other in widths["y"][0]]
     return Cost(
-        (("B*T", widths["x"][0], widths["y"][0]),),
         total(map(term, pairs)),
         total(term(f"B*T*{pair}", 2) for pair in pairs),
         stash=x,
@@ -342,7 +335,7 @@ def feed_forward(case: Case, name: str, width: str, *, gated: bool) -> Cost:
     up = product(f"{name}.up", cuts[0], "D", wide)
     down = product(f"{name}.down", cuts[1], width, "D", again=False)
     if gated:
-        down = down._replace(stash=NOTHING, remade=down.stash)
+        down = down._replace(stash=NOTHING)
     return together(up, Cost(stash=array("B*T", sides(cuts[0], "D", wide)["y"][1])), down)
 
 
@@ -364,12 +357,10 @@ def experts(case: Case, name: str) -> Cost:
     loads = Barrier(f"{name}.router.loads", "I", "all_reduce", term("B*E*s"), "cp")
     h, x, matrices = array(rows, wide), array(rows, "D"), f"{wide}g"
     return Cost(
-        (("B*T", "D", "E"), (rows, "D", wide), (rows, "g", "D")),
         total((term("E*D"), *(term(f"x*D*{one}") for one in matrices))),
         total((term("B*T*D*E", 2), *(term(f"{rows}*D*{one}", 2) for one in matrices))),
         stash=total((array("B*T", "D"), term("B*T*E*s"), term(f"{rows}*s"), x, h)),
         kept=total((array("B*T", "D"), term("B*T*E*s"), x, x, h, array(rows, "g"))),
-        remade=array(rows, "g"),
         barriers=(
             *(one._replace(again=one.phase == "F") for one in up),
             *exchange,

@@ -8,20 +8,19 @@ determine.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
-from mpipar.config.train import MemoryConfig
 from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.stash import Stash
 from mpipar.models.decoder import Stage
 from mpipar.run.checkpoint.save import num_elements, own_pieces
 from mpipar.run.data import rows
 from mpipar.train.muon import Muon
-from mpipar.train.optimizer import RULES, rules_of
+from mpipar.train.optimizer import RULES
 from mpipar.train.outer import outer_copies
 from mpipar.train.worker import Worker
 from mpipar.train.zero import unit_segments
@@ -141,20 +140,7 @@ class Watch:
 
 
 def unit_memory(config) -> dict:
-    """Return {field of Costs: bytes by unit}: a microbatch's stash, weights, gradients and moments.
-
-    They come from the real layers on shapes, for one rank of the tp group. A recomputed unit
-    temporarily holds what it would otherwise keep.
-    """
-    memory = plain = _unit_memory(config)
-    if config.memory.recompute == "block":
-        plain = _unit_memory(replace(config, memory=MemoryConfig()))
-    more = zip(plain["stash_bytes"], memory["stash_bytes"], strict=True)
-    return memory | {"transient_bytes": tuple(full - kept for full, kept in more)}
-
-
-def _unit_memory(config) -> dict:
-    """Return `unit_memory` without transient_bytes."""
+    """Return {field: bytes by unit} of what the real layers keep of a microbatch, on shapes."""
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
@@ -174,17 +160,7 @@ def _unit_memory(config) -> dict:
     watch.kind = "w"
     stage.backward_weight(stash, watch)
     kept = watch.taken
-    rules, s = rules_of(config.train.optimizer), ops.accum_dtype.itemsize
-    copies = 1 + (ops.dtype != ops.accum_dtype)  # and the moments
-
-    def kept_of(param):
-        return param.size * (
-            ops.dtype.itemsize + s * (copies + moments_of(config, rules[param.rule]))
-        )
-
-    weights = [sum(kept_of(p) for layer in layers for p in layer.params) for layers in stage.units]
     return {
         "stash_bytes": tuple(kept["f", unit] for unit in range(num_units)),
         "kept_bytes": tuple(-kept["w", unit] for unit in range(num_units)),
-        "weight_bytes": tuple(weights),
     }

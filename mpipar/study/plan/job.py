@@ -6,61 +6,31 @@ There are a heads of queries and k of keys and values, each of width h.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from mpipar.comm.grid import AXES
 from mpipar.config.model import ModelConfig
+from mpipar.config.sections import Config
 from mpipar.pipeline.schedules.catalog import FAMILIES, Family
 from mpipar.study.plan.machine import Machine
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder. positions: rows of a learned table of positions, 0 without one.
-
-    experts: of every expert_interval-th block, each of width expert_ffn; a token passes
-    experts_per_token of them, and a network of width shared_ffn if there is one.
-    """
-
-    layers: int
-    width: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    tokens: int
-    activation: str = "gelu"
-    tied: bool = True
-    positions: int = 0
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_ffn: int = 0
-    shared_ffn: int = 0
-    expert_interval: int = 1
+class Shape(ModelConfig):
+    """The sizes of a decoder, complete, and what they amount to."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> Shape:
-        """Return the Shape of a resolved ModelConfig."""
+        """Return the Shape of a ModelConfig."""
         return cls(
-            model.layers,
-            model.d_model,
-            model.ffn,
-            model.heads,
-            model.kv_heads or model.heads,
-            model.head_dim or model.d_model // model.heads,
-            model.vocab_size,
-            model.seq_len,
-            model.activation,
-            model.tied,
-            model.seq_len if model.positions == "learned" else 0,
-            model.experts or 0,
-            model.experts_per_token,
-            model.expert_ffn or 0,
-            model.shared_expert_ffn or 0,
-            model.expert_interval,
+            **{one.name: getattr(model.completed(), one.name) for one in fields(ModelConfig)}
         )
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of a learned table of positions."""
+        return self.seq_len if self.positions == "learned" else 0
 
     @property
     def gates(self) -> int:
@@ -72,11 +42,6 @@ class Shape:
         """The share of the blocks that have experts."""
         return self.layers // self.expert_interval / self.layers if self.experts else 0.0
 
-    @cached_property
-    def attention_parameters(self) -> int:
-        """Weights of a block's projections of queries, keys, values and the output."""
-        return 2 * self.width * (self.heads + self.kv_heads) * self.head_dim
-
     def ffn_parameters(self, width: float) -> float:
         """Return the weights of a feed-forward network of this width."""
         return (self.gates + 1) * self.width * width
@@ -84,14 +49,16 @@ class Shape:
     @cached_property
     def expert_parameters(self) -> float:
         """Weights of the experts of a block, averaged over all blocks."""
-        return self.expert_share * self.experts * self.ffn_parameters(self.expert_ffn)
+        experts = (self.experts or 0) * self.ffn_parameters(self.expert_ffn or 0)
+        return self.expert_share * experts
 
     @cached_property
     def dense_parameters(self) -> float:
         """Weights of a block without its experts, averaged; biases and norms are a thousandth."""
-        beside = self.ffn_parameters(self.shared_ffn) + self.width * self.experts
+        attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim
+        beside = self.ffn_parameters(self.shared_expert_ffn or 0) + self.width * (self.experts or 0)
         dense = (1 - self.expert_share) * self.ffn_parameters(self.ffn)
-        return self.attention_parameters + dense + self.expert_share * beside
+        return attention + dense + self.expert_share * beside
 
     @cached_property
     def block_parameters(self) -> float:
@@ -101,13 +68,14 @@ class Shape:
     @cached_property
     def passed_parameters(self) -> float:
         """Weights of a block that a token passes, of its own experts only."""
-        passed = self.experts_per_token / max(1, self.experts)
+        passed = self.experts_per_token / (self.experts or 1)
         return self.dense_parameters + self.expert_parameters * passed
 
     @property
     def table_parameters(self) -> int:
         """Weights of the token table, and of the head if it has its own."""
-        return self.vocab * self.width * (1 if self.tied else 2) + self.positions * self.width
+        tables = self.vocab_size * (1 if self.tied else 2) + self.position_rows
+        return tables * self.width
 
     @property
     def parameters(self) -> float:
@@ -121,8 +89,8 @@ class Shape:
         of a token take 4Tah forward over the whole square. Source: arXiv 2104.04473 appendix,
         extended to grouped heads and gates.
         """
-        forward = 2 * self.passed_parameters + 4 * self.tokens * self.heads * self.head_dim
-        return 3 * rows * self.tokens * (self.layers * forward + 2 * self.vocab * self.width)
+        forward = 2 * self.passed_parameters + 4 * self.seq_len * self.heads * self.head_dim
+        return 3 * rows * self.seq_len * (self.layers * forward + 2 * self.vocab_size * self.width)
 
 
 def utilization(flops: float, seconds: float, devices: int, peak_tflops: float) -> float:
@@ -219,6 +187,27 @@ class Layout(NamedTuple):
         return tuple(sum(counts[rank :: self.pp]) for rank in range(self.pp))
 
 
+def config_of(named: Config, shape: Shape, layout: Layout, dtype: str, device: str) -> Config:
+    """Return the Config of a layout, before it is resolved. named: it names the model."""
+    grid = replace(
+        named.grid,
+        **{axis: getattr(layout, axis) for axis in (*AXES, "ep", "num_microbatches", "schedule")},
+        chunks=layout.chunks if layout.family.looped else None,
+        stage_layers=layout.blocks_of(shape.layers) if layout.pp > 1 else None,
+        rank_order="dp,pp,cp,tp" if layout.outer == "dp" else "pp,dp,cp,tp",
+    )
+    return replace(
+        named,
+        grid=grid,
+        model=replace(
+            named.model, seq_len=shape.seq_len, sequence_parallel=layout.sequence_parallel
+        ),
+        train=replace(named.train, batch_size=layout.dp * layout.rows * layout.num_microbatches),
+        memory=replace(named.memory, recompute=layout.recompute, zero=layout.zero),
+        run=replace(named.run, dtype=dtype, device=device),
+    )
+
+
 class Segment(NamedTuple):
     """Parameters of a rank with identical copies on `ranks` ranks, `stride` ranks apart."""
 
@@ -258,11 +247,10 @@ class Constants(NamedTuple):
 class Stack:
     """A software stack.
 
-    sets: (generation, constants) of machines. spread: percent by which half of the published steps
-    of its evidence differ from the model, or more. axes, zeros: along which it cuts a job, and the
+    sets: (generation, constants) of machines. axes, zeros: along which it cuts a job, and the
     stages of ZeRO that it has. fused: attention without scores in memory. *_bytes: of a
-    parameter. overlap: whether gathers and sums overlap with matmuls. unit: blocks that are
-    gathered at once. every_other: selective recompute repeats every other matmul, and what lies
+    parameter. overlap: whether gathers and sums overlap with matmuls. every_other: selective
+    recompute repeats every other matmul, and what lies
     between them. own: whether it is mpipar, whose memory a step on shapes tells. norm_bytes: of a
     number that a norm keeps, 0 if as wide as the others. logit_bytes: per logit, besides the number
     itself. number_bytes: of a number that is computed with. pads: whether the vocabulary is padded
@@ -271,14 +259,12 @@ class Stack:
 
     sets: tuple[tuple[str, Constants], ...]
     evidence: str
-    spread: float
     axes: tuple[str, ...] = ("dp", "pp", "cp", "tp", "ep")
     zeros: tuple[int, ...] = (0, 1, 3)
     fused: bool = True
     weight_bytes: float = 2
     gradient_bytes: float = 4
     optimizer_bytes: float = 12
-    unit: float = 1.0
     overlap: bool = True
     every_other: bool = False
     own: bool = False
@@ -310,22 +296,21 @@ FSDP = (
     ("a100", Constants(0.882, 2.22, 0.527, 300.0)),
     ("h100", Constants(0.842, 2.96, 0.495, 300.0)),
 )
+SPREAD = 3.0  # percent by which half of the published steps of a stack differ from the model
 STACKS = {
     "mpipar": Stack(
         MEGATRON,
         "none of mpipar's own steps is measured on a GPU; its constants and this figure are"
         " Megatron-LM's",
-        3.0,
         own=True,
         logit_bytes=0,
     ),
     "megatron": Stack(
-        MEGATRON, "170 published steps of Megatron-LM and its relatives, and 730 on one node", 3.0
+        MEGATRON, "170 published steps of Megatron-LM and its relatives, and 730 on one node"
     ),
     "fsdp": Stack(
         FSDP,
         "108 published steps of PyTorch FSDP",
-        3.0,
         axes=("dp",),
         zeros=(0, 3),
         weight_bytes=4,

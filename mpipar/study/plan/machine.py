@@ -8,7 +8,6 @@ figures were found.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -94,18 +93,12 @@ class Machine:
             ceiling_tflops=self.ceiling_tflops * share,
         )
 
-    def with_links(self, inner: float = 1.0, outer: float = 1.0, latency: float = 1.0) -> Machine:
+    def with_links(self, inner: float, outer: float) -> Machine:
         """Return the machine with links that many times as fast, inside nodes and between them."""
+        rates = (inner, *[outer] * (len(self.links) - 1))
+        pairs = zip(self.links, rates, strict=True)
         return replace(
-            self,
-            links=tuple(
-                Link(
-                    one.joins,
-                    one.gbytes_s * (outer if number else inner),
-                    one.latency_us * latency,
-                )
-                for number, one in enumerate(self.links)
-            ),
+            self, links=tuple(replace(x, gbytes_s=x.gbytes_s * rate) for x, rate in pairs)
         )
 
     # --- collectives: latency, and bytes over a rate. Volumes of rings: Patarasuk and Yuan 2009.
@@ -205,15 +198,10 @@ def load_machine(name: str, ranks: int = 1) -> Machine:
     links do not join so many.
     """
     names = machine_names()
-    if name in names:
-        path = SHEETS / f"{name}.toml"
-    elif name.endswith(".toml"):
-        path = Path(name)
-    else:
-        wrong = "does not end in .toml" if os.path.exists(name) else "does not exist"
-        like = [one for one in names if one.startswith(name.lower())] or names
+    path = SHEETS / f"{name}.toml" if name in names else Path(name)
+    if path.suffix != ".toml":
         raise UsageError(
-            f"--machine {brief(name)} {wrong}{suggestion(name.lower(), like)}; use one of"
+            f"--machine {brief(name)}: is no machine{suggestion(name.lower(), names)}; use one of"
             f" {', '.join(names)}, or a file that ends in .toml"
         )
     values = read_toml(path, DataError)
@@ -226,11 +214,9 @@ def load_machine(name: str, ranks: int = 1) -> Machine:
 
 def sheet_problems(machine: Machine, ranks: int) -> list[str]:
     """Return what no machine has, and what plans would misread."""
-    nested = {"peak_tflops": machine.peak_tflops}
-    nested |= {f"links[{number}]": vars(link) for number, link in enumerate(machine.links)}
-    numbers = {name: one for name, one in vars(machine).items() if type(one) in (int, float)}
-    for place, values in nested.items():
-        numbers |= {f"{place}.{name}": one for name, one in values.items()}
+    figures = vars(machine) | machine.peak_tflops
+    for number, link in enumerate(machine.links):
+        figures |= {f"links[{number}].{name}": value for name, value in vars(link).items()}
     joins, devices = [link.joins for link in machine.links] or [0], ("cuda", "cpu")
     uneven = any(two % one for one, two in pairwise(joins) if one)
     return broken(
@@ -240,7 +226,8 @@ def sheet_problems(machine: Machine, ranks: int) -> list[str]:
                 or (value == 0 and not place.endswith(("_us", "joins", "best_mfu"))),
                 f"{place} is {value:g}, which cannot be",
             )
-            for place, value in numbers.items()
+            for place, value in figures.items()
+            if type(value) in (int, float)
         ),
         (
             uneven or 0 in (joins[0], *joins[:-1]),

@@ -56,19 +56,19 @@ def stash_of(shape: Shape, layout: Layout, stack: Stack) -> Stash:
     Without recomputation: what norms, matmuls and the activation function read. Software with
     dropout also keeps scores, and a byte for each masked number.
     """
-    e, tp, n = stack.number_bytes, layout.tp, layout.rows * shape.tokens / layout.cp
+    e, tp, n = stack.number_bytes, layout.tp, layout.rows * shape.seq_len / layout.cp
     once = e * n * shape.width / (tp if layout.sequence_parallel else 1)
     q, kv = (count * shape.head_dim / tp for count in (shape.heads, shape.kv_heads))
     share, k, gates = shape.expert_share, shape.experts_per_token, shape.gates
-    dense = (1 - share) * shape.ffn + share * shape.shared_ffn
-    f = (dense + share * k * shape.expert_ffn) / tp
+    dense = (1 - share) * shape.ffn + share * (shape.shared_expert_ffn or 0)
+    f = (dense + share * k * (shape.expert_ffn or 0)) / tp
     wide = 2 if stack.own else gates + 1
     kept = 4 * once + e * n * (2 * q + 2 * kv + wide * f + share * k * shape.width)
     if stack.norm_bytes:  # replaces numbers as wide as the others
         kept += 2 * once * (stack.norm_bytes / e - 1)
     scores = 0.0
     if not stack.fused:
-        scores = n * shape.tokens * shape.heads / tp * (2 * e + 1)
+        scores = n * shape.seq_len * shape.heads / tp * (2 * e + 1)
         kept += 2 * once / e
     own = {
         "block": once,
@@ -104,18 +104,18 @@ def memory_of(
 ) -> Memory:
     """Return the memory of a pipeline rank of so many blocks. flight: see `in_flight`."""
     e, tp, tables = stack.number_bytes, layout.tp, layout.tables_of(rank)
-    tokens = layout.rows * shape.tokens / layout.cp
+    tokens = layout.rows * shape.seq_len / layout.cp
     copies = min(tables, 1 if shape.tied else 2)
-    held = shape.width * (copies * shape.vocab + (rank == 0) * shape.positions)
+    held = shape.width * (copies * shape.vocab_size + (rank == 0) * shape.position_rows)
     own = segments(shape, layout, blocks, held)
     whole = sum(one.elements for one in own)
     shared = sum(one.elements / one.ranks for one in own)
     buffers = stash.again
     if rank == layout.last_rank:
-        buffers += (stack.logit_bytes + e) * tokens * shape.vocab / tp
+        buffers += (stack.logit_bytes + e) * tokens * shape.vocab_size / tp
     if layout.zero >= 3:
-        block = sum(one.elements for one in segments(shape, layout, stack.unit))
-        second, first = sorted([block, block, *[shape.vocab * shape.width / tp] * tables])[-2:]
+        block = sum(one.elements for one in segments(shape, layout, 1.0))
+        second, first = sorted([block, block, *[shape.vocab_size * shape.width / tp] * tables])[-2:]
         buffers += (first + second) * e + first * stack.gradient_bytes
     elif layout.zero == 2:
         buffers += whole * e

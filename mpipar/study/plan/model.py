@@ -13,9 +13,16 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
-from mpipar.study.plan.job import Layout, Segment, Shape, Stack, segments
+from mpipar import models
+from mpipar.config.sections import Config
+from mpipar.errors import UsageError
+from mpipar.pipeline.schedules.catalog import FAMILIES
+from mpipar.run.data.rows import rows_per_microbatch
+from mpipar.study.plan.job import STACKS, Layout, Segment, Shape, Stack, segments
 from mpipar.study.plan.machine import Machine
 from mpipar.study.schedules.forms import FORMS, Letters
+from mpipar.study.schedules.simulate import Costs, simulate
+from mpipar.train.build import configured_schedule
 
 # How often an activation crosses memory outside matmuls, forward and backward: two norms and two
 # residual sums with dropout; the activation function; the copies of q, k and v; routed tokens.
@@ -149,7 +156,7 @@ def block_of(
 def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> Block:
     """Return the passes of a block without gathers. layout: see `Layout.of_passes`."""
     rates, e, tp = Rates(machine, stack), stack.number_bytes, layout.tp
-    n = layout.rows * shape.tokens / layout.cp
+    n = layout.rows * shape.seq_len / layout.cp
     q, kv = (count * shape.head_dim / tp for count in (shape.heads, shape.kv_heads))
     width, gates = shape.width, shape.gates
 
@@ -157,7 +164,8 @@ def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> B
     if shape.experts:
         local, rows = shape.experts / layout.ep, n * shape.experts_per_token
         ffns.append((shape.expert_share, rows, shape.expert_ffn / tp, local))
-        ffns.append((shape.expert_share * bool(shape.shared_ffn), n, shape.shared_ffn / tp, 1.0))
+        if shared := shape.shared_expert_ffn:
+            ffns.append((shape.expert_share, n, shared / tp, 1.0))
     projections = [(1.0, n, width, q + 2 * kv, 1.0), (1.0, n, q, width, 1.0)]
     wide = [
         one
@@ -169,12 +177,12 @@ def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> B
     forward = sum(s * rates.matmul(m, k, o, x) for s, m, k, o, x in matmuls)
     weights = sum(s * rates.matmul(k, m, o, x) for s, m, k, o, x in matmuls)
 
-    flops = 4 * n * shape.tokens * q
+    flops = 4 * n * shape.seq_len * q
     if stack.fused:
         attention = flops / 2 / (rates.attention * 1e12)
         scores, backwards = (0.0, 0.0), BACKWARD
     else:
-        stored = e * n * shape.tokens * shape.heads / tp
+        stored = e * n * shape.seq_len * shape.heads / tp
         attention = flops / (rates.product * 1e12) + 2 * stored / (machine.product_gbytes_s * 1e9)
         scores, backwards = tuple(many * stored / rates.memory for many in SCORES), 2.0
 
@@ -209,20 +217,17 @@ def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> B
         tp=SLOWED * barriers / 2 if layout.sequence_parallel else 0.0,
     ).launched(rates.start)
 
-    again = Pass()
-    if layout.recompute == "block":
-        again = f
-    elif layout.recompute == "attention" and not stack.fused:
-        again = Pass(attention=attention, elementwise=scores[0])
-    elif layout.recompute == "attention" and stack.every_other:
-        again = Pass(forward / 2, elementwise=elementwise[0])
+    selective = Pass(attention=0.0 if stack.fused else attention, elementwise=scores[0])
+    if stack.fused and stack.every_other:
+        selective = Pass(forward / 2, elementwise=elementwise[0])
+    again = {"none": Pass(), "attention": selective, "block": f}[layout.recompute]
     head = head_of(shape, layout, stack, rates, n)._replace(tp=barriers if tp > 1 else 0.0)
     return Block(f, i, w, again, head)
 
 
 def head_of(shape: Shape, layout: Layout, stack: Stack, rates: Rates, n: float) -> Pass:
     """Return all passes of the head over n tokens, and of the loss."""
-    vocab = shape.vocab / layout.tp
+    vocab = shape.vocab_size / layout.tp
     odd = not stack.pads and vocab % 1 == 0 and vocab % 8
     matmuls = 2 * rates.matmul(n, shape.width, vocab) + rates.matmul(shape.width, n, vocab)
     loss = LOGITS * stack.number_bytes * n * vocab / rates.memory
@@ -275,7 +280,7 @@ def step_time(
     if pipeline is None:
         pipeline = closed(shape, layout, block, busy)
     copies = 1 if shape.tied or layout.pp > 1 else 2
-    held = segments(shape, layout, max(blocks), shape.width * shape.vocab * copies)
+    held = segments(shape, layout, max(blocks), shape.width * shape.vocab_size * copies)
     if layout.zero > 1:  # gathers of blocks are in their passes; the tables are units, too
         often = m if layout.zero == 3 else 1
         nbytes = shape.table_parameters * stack.number_bytes / layout.tp
@@ -332,7 +337,7 @@ def hop_seconds(shape: Shape, layout: Layout, machine: Machine, stack: Stack) ->
     """
     if layout.pp == 1:
         return 0.0
-    tokens, node = layout.rows * shape.tokens / layout.cp, machine.per_node
+    tokens, node = layout.rows * shape.seq_len / layout.cp, machine.per_node
     nodes = -(-layout.pp * layout.stage_stride // node)
     away = max(layout.stage_stride, node) if nodes > 1 else layout.stage_stride
     hop = machine.message(tokens * shape.width * stack.number_bytes / layout.tp, away)
@@ -364,3 +369,66 @@ def update_seconds(layout: Layout, machine: Machine, stack: Stack, own: list[Seg
     elements = sum(one.elements / (one.ranks if layout.zero else 1) for one in own)
     moved = 3 * stack.gradient_bytes + 2 * stack.optimizer_bytes + stack.weight_bytes
     return elements * moved / (machine.hbm_gbytes_s * 1e9)
+
+
+# --- the step of a run's own configuration
+
+
+def step_of(config: Config, machine: Machine) -> Step:
+    """Return the step of a resolved config, in the order of its own schedule.
+
+    Raises UsageError for a number format that the machine has no rate for.
+    """
+    dtype, grid, memory = config.run.dtype, config.grid, config.memory
+    if dtype not in machine.peak_tflops:
+        raise UsageError(
+            f"--dtype {dtype}: {machine.name} has no rate for it; use one of"
+            f" {', '.join(machine.peak_tflops)}"
+        )
+    machine, stack = machine.with_dtype(dtype), STACKS["mpipar"].with_dtype(dtype)
+    schedule, shape = configured_schedule(grid), Shape.of(config.model)
+    layout = Layout(
+        grid.island_dp,
+        grid.pp,
+        grid.cp,
+        grid.tp,
+        rows_per_microbatch(config),
+        grid.num_microbatches,
+        schedule.name if schedule.name in FAMILIES else "1f1b",
+        schedule.num_stages // grid.pp,
+        config.model.sequence_parallel,
+        memory.recompute,
+        memory.zero,
+        grid.rank_order.partition(",")[0],
+        grid.ep,
+    )
+    block = block_of(shape, layout, machine, stack)
+    head, counts = block.head.total / 3, models.layer_split(config, schedule)
+    passes = (block.f.total, block.i.total + block.again.total, block.w.total)
+    costs = Costs(
+        *(
+            tuple(
+                count * one + head * (stage == len(counts) - 1)
+                for stage, count in enumerate(counts)
+            )
+            for one in passes
+        )
+    )
+    seconds = float(simulate(schedule, costs).makespan)
+    step = step_time(shape, layout, machine, stack, block, seconds)
+    if grid.islands is None:
+        return step
+    meeting = meeting_seconds(shape, layout, machine, grid.islands)
+    return step._replace(sums=step.sums + meeting / config.train.outer_interval)
+
+
+def meeting_seconds(shape: Shape, layout: Layout, machine: Machine, islands: int) -> float:
+    """Return the seconds of the sum of float32 weights over islands. layout: of one of them."""
+    return sum(machine.all_reduce(4 * one, islands, layout.ranks) for one in met(shape, layout))
+
+
+def met(shape: Shape, layout: Layout) -> list[float]:
+    """Return how many numbers of each segment a rank sums over islands: its piece with --zero."""
+    blocks = max(layout.blocks_by_rank(shape.layers))
+    held = segments(shape, layout, blocks, shape.table_parameters)
+    return [one.elements / (one.ranks if layout.zero else 1) for one in held]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 import textwrap
-from collections import Counter
 from importlib.resources import files
 from itertools import zip_longest
 from typing import NamedTuple
@@ -16,19 +15,17 @@ from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.config.text import counted
 from mpipar.run.console.tables import WIDTH, short_count, table, table_with_words
-from mpipar.study.plan.job import Layout, utilization
+from mpipar.study.plan.job import SPREAD, Layout, config_of, utilization
 from mpipar.study.plan.memory import GIB
 from mpipar.study.plan.model import Step, step_time
-from mpipar.study.plan.of_config import config_of
 from mpipar.study.plan.search import (
-    INTERVALS,
     Candidate,
     Plan,
     Question,
-    fewest_nodes_first,
     nodes_of_data,
     search,
     ways_across,
+    within_error,
 )
 
 PARTS = {
@@ -47,9 +44,9 @@ PARTS = {
     "capped": "what no measured step does without",
 }
 ALWAYS = ("products", "attention", "elementwise", "waits", "capped")  # no layout removes them
-SLOWER = {  # two rows of sensitivity: what the answer would be on a machine with ...
-    "a network between nodes half as fast": {"outer": 0.5},
-    "links in a node half as fast": {"inner": 0.5},
+SLOWER = {  # two rows of sensitivity: (how fast links in nodes are, and those between them)
+    "a network between nodes half as fast": (1.0, 0.5),
+    "links in a node half as fast": (0.5, 1.0),
 }
 LONGEST = 90  # characters per line of a command
 FACTORS = (2, 4, 8, 16, 32, 64)  # of the number of devices, to try where nothing fits
@@ -67,12 +64,12 @@ def report(question: Question, plan: Plan, job: Job) -> str:
     shape, machine = question.shape, question.machine
     head = (
         f"{shape.parameters / 1e9:.2f} billion parameters in {question.dtype},"
-        f" {counted(question.batch_size, 'sequence')} of {shape.tokens} tokens a step, on"
+        f" {counted(question.batch_size, 'sequence')} of {shape.seq_len} tokens a step, on"
         f" {question.ranks} x {machine.name} ({machine.basis})"
     )
     head = textwrap.fill(head, WIDTH)
     if not plan.best:
-        return "\n\n".join([impossible(question, plan), head, rejections(plan)])
+        return f"{impossible(question)}\n\n{head}"
     best = plan.best[0]
     blocks = (
         verdict(question, plan),
@@ -82,7 +79,6 @@ def report(question: Question, plan: Plan, job: Job) -> str:
         f"layouts, each the best of its grid\n{ranking(question, plan)}",
         across_sites(question, job),
         sensitivity(question, plan),
-        rejections(plan),
         confidence(question, best),
     )
     return "\n\n".join(filter(None, blocks))
@@ -91,7 +87,7 @@ def report(question: Question, plan: Plan, job: Job) -> str:
 def verdict(question: Question, plan: Plan) -> str:
     """Return the layout, its step, its utilization beside the best measured, and its memory."""
     best, machine = plan.best[0], question.machine
-    tokens = question.batch_size * question.shape.tokens / best.step.total
+    tokens = question.batch_size * question.shape.seq_len / best.step.total
     share, known = 100 * mfu(question, best), machine.best_mfu
     how = "mpipar's own step, on shapes" if question.stack.own else "in closed form"
     beside = f"best measured on {machine.name}: {known:.1f} %" if known else "none is measured"
@@ -110,7 +106,7 @@ def verdict(question: Question, plan: Plan) -> str:
     if plan.tied:
         lines.append(
             f"{words_of(plan.tied.layout)} is as fast within the model's error"
-            f" ({question.stack.spread:g} %), but sums gradients over"
+            f" ({SPREAD:g} %), but sums gradients over"
             f" {nodes_of_data(question, plan.tied.layout)} nodes instead of"
             f" {nodes_of_data(question, best.layout)}"
         )
@@ -132,16 +128,17 @@ def bound_by(step: Step) -> str:
 
 def words_of(one: Layout) -> str:
     """Return a layout in words."""
-    words = [sizes_text(one._asdict())]
-    if one.pp > 1:
-        looped = one.family.looped
-        words.append(one.schedule + (f" with {one.chunks} chunks" if looped else ""))
-    words.append(f"{one.num_microbatches} x {counted(one.rows, 'sequence')}")
-    words += ["sequence parallel"] * one.sequence_parallel
-    words += [f"zero {one.zero}"] * bool(one.zero)
-    words += [f"recompute {one.recompute}"] * (one.recompute != "none")
-    words += ["replicas outermost"] * (one.outer == "dp")
-    return ", ".join(words)
+    chunks = f" with {one.chunks} chunks" if one.family.looped else ""
+    words = (
+        (True, sizes_text(one._asdict())),
+        (one.pp > 1, f"{one.schedule}{chunks}"),
+        (True, f"{one.num_microbatches} x {counted(one.rows, 'sequence')}"),
+        (one.sequence_parallel, "sequence parallel"),
+        (one.zero, f"zero {one.zero}"),
+        (one.recompute != "none", f"recompute {one.recompute}"),
+        (one.outer == "dp", "replicas outermost"),
+    )
+    return ", ".join(text for said, text in words if said)
 
 
 def parts_table(best: Candidate) -> str:
@@ -187,22 +184,19 @@ def why_not(question: Question, first: Candidate, other: Candidate) -> str:
 def sensitivity(question: Question, plan: Plan) -> str:
     """Return what the step would be on slower links, and which grid's best would be first."""
     lines = []
-    for name, change in SLOWER.items():
-        if question.ranks <= (question.machine.per_node if "outer" in change else 1):
-            continue
-        asked = question._replace(machine=question.machine.with_links(**change))
-        again = [
-            one._replace(step=step_time(asked.shape, one.layout, asked.machine, asked.stack))
-            for one in (*plan.best, *plan.others)
-        ]
-        best = fewest_nodes_first(asked, again, Counter(), exact=False)[0]
-        then = (
-            "it stays first"
-            if best.layout == plan.best[0].layout
-            else f"first is {words_of(best.layout)} with {best.step.modelled:.4g} s"
-        )
-        text = f"with {name} its step takes {again[0].step.modelled:.4g} s by the model, and {then}"
-        lines.append(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+    for name, (inner, outer) in SLOWER.items():
+        if question.ranks > (question.machine.per_node if inner == 1 else 1):
+            machine = question.machine.with_links(inner, outer)
+            best, *others = (
+                one._replace(step=step_time(question.shape, one.layout, machine, question.stack))
+                for one in (*plan.best, *plan.others)
+            )
+            first = min([best, *others], key=lambda one: one.step.modelled)
+            then = f"first is {words_of(first.layout)} with {first.step.modelled:.4g} s"
+            if best.step.modelled <= within_error(first):
+                then = "it stays first"
+            text = f"with {name} its step takes {best.step.modelled:.4g} s by the model, and {then}"
+            lines.append(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     return "\n".join(lines)
 
 
@@ -210,43 +204,25 @@ def across_sites(question: Question, job: Job) -> str:
     """Return data parallelism across the slowest of three levels of links beside islands."""
     ways = ways_across(question, job.config)
     rows = [("across the slowest links", "s a step", "GiB from a site", "layout")]
-    rows += [
-        (
-            f"--islands {one.islands} --outer-interval {one.interval}"
-            if one.islands
-            else "data parallelism",
-            f"{one.step_s:.4g}",
-            f"{one.site_bytes / GIB:.3g}",
-            words_of(one.layout) if one.interval in (0, INTERVALS[0]) else "",
-        )
-        for one in ways
-    ]
+    for layout, interval, seconds, moved in ways:
+        islands = question.ranks // question.machine.links[-2].joins
+        words = f"--islands {islands} --outer-interval {interval}" if interval else "one run"
+        rows.append((words, f"{seconds:.4g}", f"{moved / GIB:.3g}", words_of(layout)))
     note = "islands are another training run, whose held-out loss is to be compared"
     return f"{table_with_words(rows)}\n{note}" if ways else ""
 
 
-def rejections(plan: Plan) -> str:
-    """Return how many layouts were weighed, and how many left out, by reason."""
-    rows = [(reason, f"{count:,}") for reason, count in plan.rejected.items()]
-    return table([(f"{plan.seen:,} layouts weighed; not taken", ""), *rows])
-
-
-def impossible(question: Question, plan: Plan) -> str:
-    """Return why nothing fits, and how many devices would do."""
-    if plan.least is None:
-        return "use another layout: the given parts of it leave none that can be run"
-    layout, memory = plan.least
-    lines = [
-        (
-            f"no layout fits: the one that needs least has {memory.total / GIB:.1f} GiB on"
-            f" its fullest rank, and {question.gib:.1f} are there"
-        ),
-        f"  {words_of(layout)}",
-        f"  states alone take {sum(memory[:3]) / GIB:.1f} GiB of it",
-    ]
+def impossible(question: Question) -> str:
+    """Return that no layout fits, and how many devices would do."""
+    stack, numbers = question.stack, question.shape.parameters / question.ranks
+    states = numbers * (stack.weight_bytes + stack.gradient_bytes + stack.optimizer_bytes)
+    text = (
+        f"no layout fits that can be run: {question.gib:.1f} GiB are there for each device, and"
+        f" states alone take {states / GIB:.1f}"
+    )
     more = (question._replace(ranks=factor * question.ranks) for factor in FACTORS)
     enough = next((one.ranks for one in more if search(one, 1).best), None)
-    return "\n".join([*lines, *[f"on {enough} devices one does"] * bool(enough)])
+    return f"{text}; on {enough} devices one does" if enough else text
 
 
 # --- the command
@@ -262,13 +238,9 @@ def command_line(question: Question, job: Job, one: Candidate) -> str:
         for _, field, value in settings(wanted)
         if field.name not in (*AXES, "ep") and value not in (None, before.get(field.name))
     ]
-    lines = [f"mpiexec -n {question.ranks} mpipar train {job.flags} {typed(one.layout._asdict())}"]
-    for word in words:
-        if len(lines) == 1 or len(lines[-1]) + len(word) > LONGEST:
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return " \\\n    ".join(lines)
+    first = f"mpiexec -n {question.ranks} mpipar train {job.flags} {typed(one.layout._asdict())}"
+    lines = textwrap.wrap(" ".join(words), LONGEST, break_long_words=False, break_on_hyphens=False)
+    return " \\\n    ".join([first, *lines])
 
 
 def as_typed(name: str, value: object) -> str:
@@ -283,14 +255,11 @@ def as_typed(name: str, value: object) -> str:
 
 def confidence(question: Question, best: Candidate) -> str:
     """Return the evidence for the stack, and the published runs that are most like the answer."""
-    stack = question.stack
     line = textwrap.fill(
-        f"how sure: half of the stack's published steps are within {stack.spread:g} % of the model;"
-        f" {stack.evidence}",
+        f"how sure: half of the stack's published steps are within {SPREAD:g} % of the model;"
+        f" {question.stack.evidence}",
         WIDTH,
     )
-    if question.shape.experts:
-        return f"{line}\nno published step here is of a model with experts"
     rows = [
         (one["job"], one["step_s"], one["mfu_percent"], one["source"])
         for one in nearest_runs(question, best.layout)
@@ -341,18 +310,16 @@ def as_dict(question: Question, plan: Plan, job: Job) -> dict[str, object]:
             }
             for number, one in enumerate(plan.best)
         ],
-        "weighed": plan.seen,
-        "rejected": plan.rejected,
     }
     if not plan.best:
-        return found | {"why_not": impossible(question, plan)}
+        return found | {"why_not": impossible(question)}
     best = plan.best[0]
     return found | {
         "command": command_line(question, job, best),
         "bound_by": bound_by(best.step),
         "across_sites": [
-            one._asdict() | {"layout": one.layout._asdict()}
-            for one in ways_across(question, job.config)
+            {"layout": layout._asdict(), "interval": interval, "step_s": step, "site_bytes": moved}
+            for layout, interval, step, moved in ways_across(question, job.config)
         ],
         "published": nearest_runs(question, best.layout),
     }

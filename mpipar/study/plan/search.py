@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from mpipar.config.grid import cuts_heads, divisors
+from mpipar.config.grid import cuts_heads, divisors, matching, sizes_text
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.errors import broken
+from mpipar.errors import UserError
 from mpipar.pipeline.schedules.catalog import FAMILIES
+from mpipar.run import resolve as run_resolve
+from mpipar.run.files.settings import ParsedConfig
 from mpipar.study.explain.predict import moments_of
-from mpipar.study.plan.job import Layout, Shape, Stack
-from mpipar.study.plan.machine import Machine
+from mpipar.study.plan.job import SPREAD, Layout, Shape, Stack, config_of
+from mpipar.study.plan.machine import Machine, load_machine
 from mpipar.study.plan.memory import GIB, Memory, by_rank, fullest, in_flight, on_shapes
-from mpipar.study.plan.model import Block, Step, block_of, step_time
-from mpipar.study.plan.of_config import config_of, meeting_seconds, met
+from mpipar.study.plan.model import Block, Step, block_of, meeting_seconds, met, step_of, step_time
 from mpipar.train.optimizer import rules_of
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
@@ -33,8 +34,8 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
 TWICE = ("zb-h2", "zb-v")  # have the bubble of their formula with so many microbatches
 MOST_ROWS = 64  # of a microbatch
 INTERVALS = (1, 10, 50)  # steps from one meeting of islands to the next
-CLOSE = 1 / 12  # how far our own step on shapes may be from the closed form of its memory
 LONG = 8192  # tokens from which cutting a sequence pays off
+SHEETS = {"cpu": "cpu", "cuda": "h100"}  # device -> data sheet of --layout auto, without --machine
 
 
 class Question(NamedTuple):
@@ -62,37 +63,19 @@ class Candidate(NamedTuple):
     memory: Memory
 
 
-class Way(NamedTuple):
-    """Training across the slowest links: seconds of a step, and bytes that leave each site in it.
-
-    interval: steps from one meeting of islands to the next; both are 0 for data parallelism.
-    """
-
-    islands: int
-    interval: int
-    layout: Layout
-    step_s: float
-    site_bytes: float
-
-
 class Plan(NamedTuple):
-    """The answer: the best layouts, best first, and the number of rejected ones by reason.
+    """The answer: the best layouts, best first.
 
-    others: the best of further grids. seen: layouts that were weighed; those that their grid's best
-    surely beats are not. least: the layout that is closest to fitting, if none does. tied: the
-    layout that the model finds fastest, if one within its error is first for its smaller data
-    groups.
+    others: the best of further grids. tied: the layout that the model finds fastest, if one within
+    its error is first for its smaller data groups.
     """
 
     best: list[Candidate]
     others: list[Candidate]
-    seen: int
-    rejected: dict[str, int]
-    least: tuple[Layout, Memory] | None
     tied: Candidate | None
 
 
-def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int, int]]:
+def axes(question: Question) -> Iterator[tuple[int, int, int, int]]:
     """Yield (dp, pp, cp, tp) of every grid of the question's ranks that the model's sizes allow."""
     shape, fixed, node = question.shape, question.fixed, question.machine.per_node
 
@@ -104,38 +87,23 @@ def axes(question: Question, rejected: Counter) -> Iterator[tuple[int, int, int,
         for pp in sizes("pp", question.ranks // tp):
             for cp in sizes("cp", question.ranks // tp // pp):
                 dp = question.ranks // tp // pp // cp
-                if fixed.get("dp", dp) == dp and allowed(
-                    rejected,
-                    (
-                        not cuts_heads(tp, shape.heads, shape.kv_heads),
-                        "tp does not divide the heads",
-                    ),
-                    (
-                        node % tp and tp != 2 * node and "tp" not in fixed,
-                        "tp does not fill a node evenly, or crosses more than two",
-                    ),
-                    (pp > shape.layers, "more stages than blocks"),
-                    (question.batch_size % dp, "dp does not divide the batch"),
-                    (cp > 1 and shape.tokens % (2 * cp), "cp does not divide the tokens"),
-                    (
-                        cp > 1 and shape.tokens // cp < LONG // 2 and "cp" not in fixed,
-                        "sequences too short for cp",
-                    ),
-                ):
+                impossible = (
+                    fixed.get("dp", dp) != dp
+                    or not cuts_heads(tp, shape.heads, shape.kv_heads)
+                    or (node % tp and tp != 2 * node and "tp" not in fixed)  # two nodes at most
+                    or pp > shape.layers
+                    or question.batch_size % dp
+                    or (cp > 1 and shape.seq_len % (2 * cp))
+                    or (cp > 1 and shape.seq_len // cp < LONG // 2 and "cp" not in fixed)
+                )
+                if not impossible:
                     yield dp, pp, cp, tp
 
 
-def allowed(rejected: Counter, *checks: tuple[object, str]) -> bool:
-    """Return whether no check (whether something is wrong, what) is broken; count the first."""
-    reasons = broken(*checks)
-    rejected.update(reasons[:1])
-    return not reasons
-
-
-def cuts(question: Question, rejected: Counter) -> Iterator[Layout]:
+def cuts(question: Question) -> Iterator[Layout]:
     """Yield every layout that can be run, apart from its schedule."""
     fixed, stack, experts = question.fixed, question.stack, question.shape.experts or 1
-    for dp, pp, cp, tp in axes(question, rejected):
+    for dp, pp, cp, tp in axes(question):
         share, data = question.batch_size // dp, dp * cp
         differ = dp > 1 and pp > 1 and question.ranks > question.machine.per_node
         for rows, recompute, zero, parallel, ep, outer in itertools.product(
@@ -146,8 +114,8 @@ def cuts(question: Question, rejected: Counter) -> Iterator[Layout]:
             [ep for ep in divisors(math.gcd(experts, data)) if fixed.get("ep", ep) == ep],
             given(fixed, "outer", ("pp", "dp") if differ else ("pp",)),
         ):
-            m, alone = share // rows, zero and data == 1
-            if allowed(rejected, (alone, "zero needs two ranks of dp x cp to share")):
+            if not zero or data > 1:
+                m = share // rows
                 yield Layout(
                     dp, pp, cp, tp, rows, m, "1f1b", 1, parallel, recompute, zero, outer, ep
                 )
@@ -158,59 +126,42 @@ def given(fixed: dict, name: str, choices: tuple) -> tuple:
     return (fixed[name],) if name in fixed else choices
 
 
-def schedules(question: Question, pp: int, m: int, rejected: Counter) -> Iterator[tuple[str, int]]:
+def schedules(question: Question, pp: int, m: int) -> Iterator[tuple[str, int]]:
     """Yield (schedule, chunks) that m microbatches can run on pp ranks."""
-    if pp == 1:
-        given_one = question.fixed.get("schedule", "1f1b") != "1f1b"
-        if allowed(rejected, (given_one, "the given schedule orders the stages of a pipeline")):
-            yield "1f1b", 1
-        return
-    for name in given(question.fixed, "schedule", SCHEDULES):
+    if pp == 1 and question.fixed.get("schedule", "1f1b") == "1f1b":
+        yield "1f1b", 1
+    for name in given(question.fixed, "schedule", SCHEDULES) if pp > 1 else ():
         family = FAMILIES[name]
         for chunks in CHUNKS if family.looped else (family.stages_per_rank,):
-            if allowed(
-                rejected,
-                (pp * chunks > question.shape.layers, "more stages than blocks"),
-                (family.grouped and m % pp, f"{name} needs a multiple of pp microbatches"),
-                (m < pp, "fewer microbatches than pipeline ranks"),
-                (m < 2 * pp and name in TWICE, f"{name} needs 2 pp microbatches"),
-            ):
+            enough = m >= pp * (2 if name in TWICE else 1) and not (family.grouped and m % pp)
+            if enough and pp * chunks <= question.shape.layers:
                 yield name, chunks
 
 
 def search(question: Question, count: int = 5) -> Plan:
     """Return the `count` layouts with the shortest step."""
     shape, machine, stack = question.shape, question.machine, question.stack
-    rejected: Counter = Counter()
     best: dict[tuple, Candidate] = {}
-    least: tuple[Layout, Memory] | None = None
-    seen, flights = 0, cache(in_flight)
+    flights = cache(in_flight)
     memory = cache(lambda layout: fullest(shape, layout, stack, flights))
     known: dict[Layout, Block] = {}
-    ways = [(cut, block_of(shape, cut, machine, stack, known)) for cut in cuts(question, rejected)]
+    ways = [(cut, block_of(shape, cut, machine, stack, known)) for cut in cuts(question)]
     for cut, block in sorted(ways, key=lambda way: computing(shape, *way)):
         seconds, first = computing(shape, cut, block), best.get(cut.grid)
-        for schedule, chunks in schedules(question, cut.pp, cut.num_microbatches, rejected):
+        for schedule, chunks in schedules(question, cut.pp, cut.num_microbatches):
             if first and first.step.modelled <= seconds:
                 break  # no schedule makes it the best of its grid
-            seen += 1
             layout = cut._replace(schedule=schedule, chunks=chunks)
             held = memory(layout._replace(outer="pp"))
-            if held.total > question.gib * GIB:
-                rejected["does not fit in memory"] += 1
-                least = min(least or (layout, held), (layout, held), key=lambda one: one[1].total)
-                continue
-            step = step_time(shape, layout, machine, stack, block)
-            if not first or step.modelled < first.step.modelled:
-                first = best[cut.grid] = Candidate(layout, step, held)
-    chosen = fewest_nodes_first(question, best.values(), rejected)
+            if held.total <= question.gib * GIB:
+                step = step_time(shape, layout, machine, stack, block)
+                if not first or step.modelled < first.step.modelled:
+                    first = best[cut.grid] = Candidate(layout, step, held)
+    chosen = fewest_nodes_first(question, best.values())
     fastest = min(chosen, key=lambda one: one.step.modelled, default=None)
     return Plan(
         chosen[:count],
         chosen[count:],
-        seen,
-        dict(rejected.most_common()),
-        None if chosen else least,
         None if fastest is None or fastest is chosen[0] else fastest,
     )
 
@@ -226,29 +177,27 @@ def nodes_of_data(question: Question, layout: Layout) -> int:
     return -(-layout.data_ranks * layout.data_stride // question.machine.per_node)
 
 
-def fewest_nodes_first(
-    question: Question, found: Iterable[Candidate], rejected: Counter, exact: bool = True
-) -> list[Candidate]:
+def fewest_nodes_first(question: Question, found: Iterable[Candidate]) -> list[Candidate]:
     """Return candidates by time, in front the one of fewest nodes of those as fast as the fastest.
 
-    Its memory is that of mpipar's own step, on shapes; what does not fit is removed. exact: whether
-    its memory is asked for; otherwise only whether it fits, which the closed form may tell.
+    Its memory is that of mpipar's own step, on shapes; what does not fit is removed.
     """
-    limit = question.gib * GIB
     ranked = sorted(found, key=lambda one: one.step.modelled)
     while ranked:
-        close = ranked[0].step.modelled * (1 + question.stack.spread / 100)
-        near = [one for one in ranked if one.step.modelled <= close]
+        near = [one for one in ranked if one.step.modelled <= within_error(ranked[0])]
         chosen = min(near, key=lambda one: nodes_of_data(question, one.layout))
-        ranked = [one for one in ranked if one is not chosen]
-        surely = not exact and chosen.memory.total * (1 + CLOSE) <= limit
-        if question.on_shapes is None or not question.stack.own or surely:
+        ranked.remove(chosen)
+        if question.on_shapes is None:
             return [chosen, *ranked]
         memory = question.on_shapes(chosen.layout)
-        if memory.total <= limit:
+        if memory.total <= question.gib * GIB:
             return [chosen._replace(memory=memory), *ranked]
-        rejected["does not fit in memory"] += 1
     return []
+
+
+def within_error(fastest: Candidate) -> float:
+    """Return the longest step, in seconds, that the model can't tell from the fastest one."""
+    return fastest.step.modelled * (1 + SPREAD / 100)
 
 
 def with_own_step(question: Question, named: Config) -> Question:
@@ -256,51 +205,48 @@ def with_own_step(question: Question, named: Config) -> Question:
 
     A layout is asked about once, since slower links change no memory.
     """
-    if question.stack.own:
-        shape, rules = question.shape, rules_of(named.train.optimizer)
-        matrices = shape.layers * shape.block_parameters / shape.parameters
-        shares = {"matrices": matrices, "numbers": 1 - matrices}
-        kept = sum(part * moments_of(named, rules[rule]) for rule, part in shares.items())
-        kept += question.stack.number_bytes < 4  # the master weight
-        question = question._replace(stack=replace(question.stack, optimizer_bytes=4 * kept))
+    if not question.stack.own:
+        return question
+    shape, rules = question.shape, rules_of(named.train.optimizer)
+    matrices = shape.layers * shape.block_parameters / shape.parameters
+    shares = {"matrices": matrices, "numbers": 1 - matrices}
+    kept = sum(part * moments_of(named, rules[rule]) for rule, part in shares.items())
+    kept += question.stack.number_bytes < 4  # the master weight
+    question = question._replace(stack=replace(question.stack, optimizer_bytes=4 * kept))
     return question._replace(on_shapes=cache(partial(memory_on_shapes, named, question)))
 
 
-def ways_across(question: Question, named: Config) -> list[Way]:
-    """Return data parallelism across the last of three levels of links, and islands inside it.
+def ways_across(question: Question, named: Config) -> list[tuple[Layout, int, float, float]]:
+    """Return the best layout of a site, repeated on all: as data parallelism, and as islands.
 
-    Sites are what that level joins. Where gradients are sharded, weights cross it too.
+    Each is (layout, steps from one meeting of islands to the next or 0 without them, seconds of a
+    step, bytes that leave each site in it). Sites are what the last but one of at least three
+    levels of links joins. Where gradients are sharded, weights cross the last one too.
     """
     shape, machine, fixed = question.shape, question.machine, question.fixed
     site = machine.links[-2].joins if len(machine.links) > 2 else question.ranks
     count, dp = question.ranks // site, fixed.get("dp", 0)
     if count < 2 or question.ranks % site or question.batch_size % count or dp % count:
         return []
-    plan = search(question._replace(fixed=fixed | {"outer": "dp"}), 1)
-    whole = [one for one in (*plan.best, *plan.others) if one.layout.dp % count == 0]
-    ways = []
-    for layout, step, _ in whole[:1]:
-        weight, sums = question.stack.number_bytes, question.stack.sum_bytes
-        of_number = {
-            0: 2 * sums,
-            1: sums + weight,
-            3: layout.num_microbatches * (2 * weight + sums),
-        }[layout.zero]
-        moved = of_number * (1 - 1 / layout.data_ranks) * shape.parameters
-        ways.append(Way(0, 0, layout, step.total, moved))
     inside = question._replace(
         ranks=site,
         batch_size=question.batch_size // count,
         fixed=fixed | ({"dp": dp // count} if dp else {}),
     )
     alone = replace(named, grid=replace(named.grid, islands=1))
-    for layout, step, _ in search(with_own_step(inside, alone), 1).best:
-        meeting = meeting_seconds(shape, layout, machine, count)
-        moved = 2 * (1 - 1 / count) * 4 * sum(met(shape, layout)) * site
-        whole_layout = layout._replace(dp=layout.dp * count)
+    ways = []
+    for one, step, _ in search(with_own_step(inside, alone), 1).best:
+        layout = one._replace(dp=one.dp * count, outer="dp")
+        weight, sums = question.stack.number_bytes, question.stack.sum_bytes
+        gathered = layout.num_microbatches * (2 * weight + sums)
+        of_number = {0: 2 * sums, 1: sums + weight, 3: gathered}[layout.zero]
+        moved = of_number * (1 - 1 / layout.data_ranks) * shape.parameters
+        whole = step_time(shape, layout, machine, question.stack)
+        ways.append((layout, 0, whole.total, moved))
+        meeting = meeting_seconds(shape, one, machine, count)
+        moved = 2 * (1 - 1 / count) * 4 * sum(met(shape, one)) * site
         ways += [
-            Way(count, every, whole_layout, step.total + meeting / every, moved / every)
-            for every in INTERVALS
+            (layout, every, step.total + meeting / every, moved / every) for every in INTERVALS
         ]
     return ways
 
@@ -308,14 +254,51 @@ def ways_across(question: Question, named: Config) -> list[Way]:
 def memory_on_shapes(named: Config, question: Question, layout: Layout) -> Memory:
     """Return what mpipar's own step keeps on the rank that is fullest in closed form.
 
-    Two microbatches for each pipeline rank fill it, if need be one.
+    Two microbatches for each pipeline rank fill it.
     """
-    found, pp = by_rank(question.shape, layout, question.stack), layout.pp
+    found = by_rank(question.shape, layout, question.stack)
     rank = max(found, key=lambda rank: found[rank].total)
-    once, twice = (
-        in_flight(layout.schedule, pp, layout.chunks, rank, many * pp) for many in (1, 2)
-    )
-    enough = pp if pp > 1 and once == twice else 2 * pp
-    few = layout._replace(num_microbatches=min(layout.num_microbatches, enough))
+    few = layout._replace(num_microbatches=min(layout.num_microbatches, 2 * layout.pp))
     config = config_of(named, question.shape, few, question.dtype, question.machine.device)
     return on_shapes(resolve(config, layout.ranks)[0], layout, rank)
+
+
+# --- --layout auto
+
+
+def legal_layouts(parsed: ParsedConfig, world_size: int) -> list[tuple[ParsedConfig, Config]]:
+    """Return the configurations of every layout of these ranks, and what they resolve to.
+
+    Axes that the user names stay, and so does cp. Only layouts with the smallest number of rows per
+    step are considered, since a preset's number is rounded up to what a layout takes.
+    """
+    grid, found = parsed.config.grid, []
+    for dp, pp, tp in matching((grid.dp, grid.pp, grid.tp), world_size, world_size, 0, 0, grid.cp):
+        sizes = replace(grid, dp=dp, pp=pp, tp=tp)
+        one = replace(parsed, config=replace(parsed.config, grid=sizes))
+        with suppress(UserError):
+            found.append((one, run_resolve.resolve(one, world_size)[0]))
+    least = min((config.train.batch_size for _, config in found), default=0)
+    return [pair for pair in found if pair[1].train.batch_size == least]
+
+
+def with_best_layout(
+    parsed: ParsedConfig, world_size: int, machine_name: str | None = None
+) -> ParsedConfig:
+    """Return the configuration with the best of several layouts, and a note, under --layout auto.
+
+    Every rank finds the same one. If no layout can run, what is returned says why when it is
+    resolved. Raises UserErrors for a machine that can't be read or lacks this model.
+    """
+    legal = legal_layouts(parsed, world_size) if parsed.chooses_layout else []
+    if not legal:
+        return parsed
+    name = machine_name or SHEETS[legal[0][1].run.device]
+    machine = load_machine(name, world_size)
+    steps = [step_of(config, machine).total for _, config in legal]
+    order = sorted(range(len(legal)), key=steps.__getitem__)
+    words = ", ".join(
+        f"{sizes_text(vars(legal[one][1].grid))} {steps[one] * 1e3:.3g} ms" for one in order
+    )
+    note = f"--layout auto: predicted steps by the data sheet {name}: {words}"
+    return replace(legal[order[0]][0], notes=(*parsed.notes, note))

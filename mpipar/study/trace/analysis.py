@@ -45,8 +45,8 @@ class Analysis:
         return segments.of_trace(self.trace, self.waits)
 
     @cached_property
-    def efficiency(self) -> pop.Efficiency:
-        return pop.efficiency(self.trace, self.waits, self.segments)
+    def efficiencies(self) -> list[tuple[str, float, str]]:
+        return pop.efficiencies(self.trace, self.waits, self.segments)
 
     @cached_property
     def causes(self) -> Causes:

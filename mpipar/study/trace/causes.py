@@ -55,11 +55,10 @@ class Cause(NamedTuple):
 
 @dataclass
 class Cost:
-    """How long others waited for a cause: in total, by waiting rank, by step, and by barrier."""
+    """How long others waited for a cause: in total, by waiting rank, and by barrier."""
 
     wait_ns: float = 0
     by_rank: Counter = field(default_factory=Counter)
-    by_step: Counter = field(default_factory=Counter)
     by_barrier: Counter = field(default_factory=Counter)
 
 
@@ -168,9 +167,7 @@ class Causes:
         self.starts = [[segment.start for segment in own] for own in segments]
         self.operations = [[one.start_ns for one in rank.operations] for rank in trace.ranks]
         self.meetings, self.families = Meetings(waits), Families()
-        # By the id of a call: {cause: nanoseconds}, and the earlier wait that explains it best.
-        self.parts: dict[int, dict[Cause, float]] = {}
-        self.before: dict[int, Call | None] = {}
+        self.parts: dict[int, dict[Cause, float]] = {}  # by the id of a call
         self.computing: dict[tuple, tuple] = {}
         self.latest: tuple = (), Work()
         waiting = [call for own in waits.calls for call in own if call.wait_ns]
@@ -182,30 +179,22 @@ class Causes:
         """Return every cause with its cost, the largest first."""
         found: dict[Cause, Cost] = defaultdict(Cost)
         for call in itertools.chain.from_iterable(self.waits.calls):
-            step, barrier = call.record.step, (call.record.axis, self.families[call.record.name])
+            barrier = call.record.axis, self.families[call.record.name]
             for cause, length in self.parts.get(id(call), {}).items():
                 cost = found[cause]
                 cost.wait_ns += length
                 cost.by_rank[call.rank] += length
-                cost.by_step[step] += length
                 cost.by_barrier[barrier] += length
         order = sorted(found, key=lambda cause: -found[cause].wait_ns)
         return {cause: found[cause] for cause in order}
 
-    def chain(self, call: Call) -> list[str]:
-        """Return why a rank waited, step by step: the ranks that were waited for, to the root."""
-        steps = []
-        while (earlier := self.before[id(call)]) is not None:
-            record = earlier.record
-            steps.append(
-                f"rank {earlier.rank} waited for rank {earlier.late} ({record.axis} {record.name})"
-            )
-            call = earlier
+    def reason(self, call: Call) -> str:
+        """Return in words what most of a call's wait is charged to."""
         parts = self.parts[id(call)]
-        return steps + [cause.text() for cause in sorted(parts, key=lambda one: -parts[one])[:1]]
+        return max(parts, key=parts.__getitem__).text()
 
     def _explain(self, call: Call) -> None:
-        """Fill `parts` and `before` of a call that waits."""
+        """Fill `parts` of a call that waits."""
         late, start = call.late, call.record.waited_ns
         end = start + call.wait_ns
         begin = min(
@@ -218,10 +207,6 @@ class Causes:
             self.latest = (late, begin, end), self.work(late, begin, end)
         theirs, own = self.latest[1], self.work(call.rank, begin, start)
         self.parts[id(call)] = theirs.more_than(own, call.wait_ns)
-        more, self.before[id(call)] = theirs.totals - own.totals, None
-        if more and max(more, key=more.get) == "waiting":
-            waits = [one for one in self._within(late, begin, end) if one.kind == "wait"]
-            self.before[id(call)] = max(waits, key=lambda one: one.length).call
 
     def _within(self, rank: int, start: int, end: int) -> list[Segment]:
         """Return the rank's segments between two moments, cut there."""

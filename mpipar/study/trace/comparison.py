@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from mpipar.errors import DataError
 from mpipar.run.files.bounded import read_toml
-from mpipar.run.trace.trace_file import Trace
 from mpipar.study.trace.analysis import Analysis, category
 from mpipar.study.trace.causes import WORDS
 from mpipar.study.trace.segments import Segment, by_step
@@ -57,37 +55,24 @@ def change(what: str, before: Sequence[float], after: Sequence[float]) -> Change
     return Change(what, old, new, verdict if known else "")
 
 
-def untraced_ms(trace: Trace) -> list[float]:
-    """Return the milliseconds of each step that was not traced, except the first."""
-    traced = {step for step, *_ in trace.ranks[0].steps}
-    return [line["step_seconds"] * 1e3 for line in trace.metrics[1:] if line["step"] not in traced]
+def step_time(before: Analysis, after: Analysis) -> tuple[Change, list[int]]:
+    """Return the change of a step's time, and how many steps of each run it is from.
 
-
-def step_time(before: Analysis, after: Analysis) -> tuple[Change, str, int]:
-    """Return the change of a step's time, which steps it is from, and the smaller number of them.
-
-    If both runs have enough steps that were not traced, these are taken, except the first, because
-    tracing slows its steps down. Otherwise the traced steps are taken.
+    Those are all of its steps but the first; the traced ones, where no others are known.
     """
-    kind, times = "steps", [untraced_ms(one.trace) for one in (before, after)]
-    if min(map(len, times)) < LEAST_STEPS:
-        kind, times = (
-            "traced steps",
-            [
-                [(end - start) * 1e-6 for start, end in one.trace.windows()]
-                for one in (before, after)
-            ],
-        )
-    first, second = map(len, times)
-    return change("step", *times), f"{first} and {second} {kind}", min(first, second)
+    times = [
+        [line["step_seconds"] * 1e3 for line in one.trace.metrics[1:]]
+        or [(end - start) * 1e-6 for start, end in one.trace.windows()]
+        for one in (before, after)
+    ]
+    return change("step", *times), [len(own) for own in times]
 
 
-def item(segment: Segment, by_stage: bool) -> str:
-    """Return the name under which a piece of time is compared. by_stage: if it names stages."""
+def item(segment: Segment) -> str:
+    """Return the name under which a piece of time is compared."""
     kind = category(segment)
     if kind in ("forward", "backward"):
-        named = f"{WORDS[segment.kind]} of stage {segment.span.stage}" if by_stage else kind
-        return f"compute: {named}"
+        return f"compute: {WORDS[segment.kind]} of stage {segment.span.stage}"
     if segment.call is None:
         return WORDS[segment.kind]
     return {
@@ -97,53 +82,29 @@ def item(segment: Segment, by_stage: bool) -> str:
     }[kind]
 
 
-def by_item(analysis: Analysis, by_stage: bool) -> dict[str, list[float]]:
+def by_item(analysis: Analysis) -> dict[str, list[float]]:
     """Return {item: ms in each step}, means over the ranks; a step's items add up to the step."""
     trace = analysis.trace
     found: dict[str, list[float]] = {}
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
-        sums = by_step(own, rank.steps, partial(item, by_stage=by_stage))
-        for at, step in enumerate(sums):
+        for at, step in enumerate(by_step(own, rank.steps, item)):
             for name, length in step.items():
                 times = found.setdefault(name, [0.0] * trace.num_steps)
                 times[at] += length * 1e-6 / len(trace.ranks)
     return found
 
 
-def waits_by_cause(analysis: Analysis) -> dict[str, list[float]]:
-    """Return {cause of waiting: ms in each step}, summed over the ranks that waited."""
-    steps = [step for step, *_ in analysis.trace.ranks[0].steps]
-    return {
-        cause.text(): [cost.by_step[step] * 1e-6 for step in steps]
-        for cause, cost in analysis.costs.items()
-    }
-
-
-def changes(before: dict[str, list[float]], after: dict[str, list[float]]) -> list[Change]:
-    """Return the change of each name's milliseconds, the largest loss first."""
-    sides = [(side, [0.0] * max(map(len, side.values()), default=1)) for side in (before, after)]
-    names = dict.fromkeys([*before, *after])
-    found = [change(name, *(side.get(name, none) for side, none in sides)) for name in names]
+def items(before: Analysis, after: Analysis) -> list[Change]:
+    """Return changes of all items, largest loss first."""
+    sides = [(by_item(one), [0.0] * one.trace.num_steps) for one in (before, after)]
+    names = dict.fromkeys(name for times, _ in sides for name in times)
+    found = [change(name, *(times.get(name, none) for times, none in sides)) for name in names]
     return sorted(found, key=lambda one: -one.ms)
 
 
-def items(before: Analysis, after: Analysis) -> list[Change]:
-    """Return changes of all items, largest loss first. A stage is named if both have the same."""
-    by_stage = before.trace.meta["stages"] == after.trace.meta["stages"]
-    return changes(by_item(before, by_stage), by_item(after, by_stage))
-
-
-def waited_for(before: Analysis, after: Analysis) -> list[Change]:
-    """Return what others waited for, in ms per step summed over ranks, the largest loss first."""
-    return changes(waits_by_cause(before), waits_by_cause(after))
-
-
 def settings_that_differ(before: Path, after: Path) -> list[tuple[str, object, object]]:
-    """Return (key, value before, value after) where two config.toml differ, if they can be read."""
-    try:
-        old, new = (read_toml(folder / "config.toml", DataError) for folder in (before, after))
-    except DataError:
-        return []
+    """Return (key, value before, value after) where two config.toml differ. Raises DataError."""
+    old, new = (read_toml(folder / "config.toml", DataError) for folder in (before, after))
     names = [name for name in {**old, **new} if name not in PLACES]
     return [
         (name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)

@@ -8,9 +8,6 @@ combines them with the trace's numbers. timeline.js draws the trace, page.js eve
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_right
-from collections import Counter
 from importlib.resources import files
 from pathlib import Path
 
@@ -22,15 +19,12 @@ from mpipar.run.console.tables import describe_model
 from mpipar.study.trace.analysis import Analysis, barrier_cells
 
 MOST_SLICES = 60_000  # more make the page slow to load; a step of 8 ranks has a few thousand
-LONGEST_CHAIN = 6  # steps of a chain of waits that a tooltip shows
 SCRIPTS = ("timeline.js", "pointer.js", "page.js", "figures.js")
 
 
-def write(analysis: Analysis, path: Path, most_slices: int = MOST_SLICES) -> str | None:
-    """Write the page; return what a large trace's page leaves out, or None. Raises OutputError."""
-    data = page_data(analysis, most_slices)
-    output.write_text(path, build(data))
-    return data["thinned"]
+def write(analysis: Analysis, path: Path) -> None:
+    """Write the page. Raises OutputError."""
+    output.write_text(path, build(page_data(analysis)))
 
 
 def build(data: dict) -> str:
@@ -38,37 +32,33 @@ def build(data: dict) -> str:
     return html.build(files("mpipar.study.trace") / "page", SCRIPTS, data)
 
 
-def page_data(analysis: Analysis, most_slices: int = MOST_SLICES) -> dict:
+def page_data(analysis: Analysis) -> dict:
     """Return everything that the page shows, as values for JSON. Times are in microseconds."""
-    trace = analysis.trace
-    meta = trace.meta
-    slices, thinned = timeline_data(analysis, most_slices)
-    model = model_config(meta["model"])
+    trace, meta = analysis.trace, analysis.trace.meta
+    steps, remarks = shown_steps(analysis)
     return {
-        "title": f"{trace.folder.resolve().name}: {trace.layout()}, {meta['schedule']['name']}",
-        "model": f"{describe_model(model)};"
+        "title": f"{trace.folder.resolve().name}: {trace.size()}, {meta['schedule']['name']}",
+        "model": f"{describe_model(model_config(meta['model']))};"
         f" {counted(meta['batch_size'], 'row')} per step,"
         f" {counted(meta['schedule']['num_microbatches'], 'microbatch')}, {meta['dtype']}",
         "clock": trace.clock.describe(),
-        "thinned": thinned,
-        "remarks": trace.remarks(),
+        "remarks": remarks + trace.remarks(),
         "step_ms": (trace.end - trace.start) * 1e-6 / trace.num_steps,
-        "efficiency": analysis.efficiency.rows(),
+        "efficiency": analysis.efficiencies,
         "findings": [
             {"kind": one.kind, "lost_ms": one.lost_ms, "text": one.text}
             for one in analysis.findings
         ],
         "barriers": barrier_cells(analysis),
         "ranks": [trace.place(rank) for rank in trace.ranks],
-        "timeline": slices,
+        "timeline": timeline_data(analysis, steps),
         "curves": series.curves(trace.metrics, []),
     }
 
 
-def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | None]:
-    """Return spans, layers' operations and calls by rank, tables of names, and what is left out."""
+def timeline_data(analysis: Analysis, kept_steps: set[int]) -> dict:
+    """Return spans, layers' operations and calls of some steps by rank, and tables of names."""
     trace = analysis.trace
-    kept_steps, thinned = thin(analysis, most_slices)
     tables: dict[str, dict] = {
         name: {}
         for name in (
@@ -79,7 +69,7 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
             "layers",
             "functions",
             "phases",
-            "chains",
+            "causes",
         )
     }
 
@@ -123,7 +113,7 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
                     record.step,
                     numbers.get(id(call.event), -1),
                     record.phase,
-                    index("chains", chain_text(analysis, call)) if call.wait_ns else -1,
+                    index("causes", analysis.causes.reason(call)) if call.wait_ns else -1,
                 ]
             )
         operations = [
@@ -147,45 +137,25 @@ def timeline_data(analysis: Analysis, most_slices: int) -> tuple[dict, str | Non
                 "calls": sorted(calls, key=lambda row: row[0]),
             }
         )
-    steps = zip(trace.ranks[0].steps, trace.windows(), strict=True)
     return {
         "kinds": BUSY,
         "ranks": ranks,
         "steps": [
-            [step, _us(start), _us(end)] for (step, *_), (start, end) in steps if step in kept_steps
+            [step, _us(start), _us(end)]
+            for (step, *_), (start, end) in zip(trace.ranks[0].steps, trace.windows(), strict=True)
+            if step in kept_steps
         ],
-    } | {name: list(table) for name, table in tables.items()}, thinned
+    } | {name: list(table) for name, table in tables.items()}
 
 
-def chain_text(analysis: Analysis, call) -> str:
-    """Return why a rank waited, from the late rank to the root, at most LONGEST_CHAIN steps."""
-    chain = analysis.causes.chain(call)
-    left = len(chain) - LONGEST_CHAIN
-    if left > 0:
-        chain[LONGEST_CHAIN // 2 : -LONGEST_CHAIN // 2] = [f"{left} more"]
-    return "; ".join(chain)
-
-
-def thin(analysis: Analysis, most: int) -> tuple[set[int], str | None]:
-    """Return the first steps that have at most so many slices, at least one; a note for the reader.
-
-    The note is None if all are shown.
-    """
-    counts: Counter = Counter()
-    for rank, own in zip(analysis.trace.ranks, analysis.waits.calls, strict=True):
-        counts.update(one.step for one in rank.spans if one.kind in BUSY)
-        counts.update(one.step for one in rank.operations)
-        counts.update(call.record.step for call in own)
-    steps = sorted(counts)
-    sums = list(itertools.accumulate(counts[step] for step in steps))
-    kept = max(1, bisect_right(sums, most))
-    if kept >= len(steps):
-        return set(steps), None
-    shown = f"step {steps[0]}" if kept == 1 else f"steps {steps[0]} to {steps[kept - 1]}"
-    return set(steps[:kept]), (
-        f"thinned: {sums[kept - 1]:,} of {sums[-1]:,} slices are shown;"
-        f" {shown} of {counted(len(steps), 'step')}"
-    )
+def shown_steps(analysis: Analysis) -> tuple[set[int], list[str]]:
+    """Return the steps that the page shows, the first alone of a large trace, and remarks on it."""
+    trace = analysis.trace
+    steps = [step for step, *_ in trace.ranks[0].steps]
+    rows = (rank.spans + rank.operations + rank.records for rank in trace.ranks)
+    if sum(map(len, rows)) <= MOST_SLICES:
+        return set(steps), []
+    return {steps[0]}, [f"a large trace: step {steps[0]} of {counted(len(steps), 'step')} is shown"]
 
 
 def _us(nanoseconds: int) -> float:

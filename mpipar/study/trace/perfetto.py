@@ -23,16 +23,9 @@ ROWS = ("compute", "wait", "transfer", "post")
 MARK_NS = 1000  # length of a slice that only carries arrows, unless another one is near
 
 
-def write(trace: Trace, waits: Waits, path: Path) -> int:
-    """Write the file and return the number of events; raises OutputError."""
-    found = events(trace, waits)
-    value = {
-        "traceEvents": found,
-        "displayTimeUnit": "ms",
-        "otherData": {"source": "mpipar", "clock": trace.clock.describe()},
-    }
-    output.write_text(path, json.dumps(value))
-    return len(found)
+def write(trace: Trace, waits: Waits, path: Path) -> None:
+    """Write the file. Raises OutputError."""
+    output.write_text(path, json.dumps({"traceEvents": events(trace, waits)}))
 
 
 def events(trace: Trace, waits: Waits) -> list[dict]:
@@ -60,8 +53,8 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
 
 
 def _computing(pid: int, name: str, one, **facts) -> dict:
-    facts |= {"step": one.step, "stage": one.stage, "mb": one.mb}
-    return _slice(pid, "compute", name, one.start_ns, one.end_ns, facts)
+    known = {"step": one.step, "stage": one.stage, "mb": one.mb}
+    return _slice(pid, "compute", name, one.start_ns, one.end_ns, known | facts)
 
 
 def _slices_of_call(call: Call) -> list[dict]:
@@ -69,8 +62,8 @@ def _slices_of_call(call: Call) -> list[dict]:
     record, facts = call.record, _facts(call)
     start, end = record.waited_ns, record.done_ns
     split = start + call.wait_ns
-    waits = facts | {"waits for rank": call.late}
-    pieces = (("wait", start, split, waits), ("transfer", split, end, facts))
+    late = facts | {"waits for rank": call.late}
+    pieces = (("wait", start, split, late), ("transfer", split, end, facts))
     return [
         _slice(call.rank, row, record.name, low, high, more)
         for row, low, high, more in pieces
@@ -112,7 +105,7 @@ def _end(phase: str, pid: int, row: str, time: int) -> dict:
 
 def _facts(call: Call) -> dict:
     record = call.record
-    facts = {
+    return {
         "axis": record.axis,
         "operation": record.operation,
         "bytes": record.payload_bytes,
@@ -125,10 +118,6 @@ def _facts(call: Call) -> dict:
         "mb": record.mb,
         "phase": record.phase,
     }
-    if call.event is not None:
-        facts["ranks"] = ",".join(map(str, call.event.ranks))
-        facts["last"] = call.event.last
-    return facts
 
 
 def _slice(pid: int, row: str, name: str, start: int, end: int, facts: dict) -> dict:

@@ -16,65 +16,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import mean, median
+from statistics import mean
 
 from mpipar.comm.record import PASSES, Span
 from mpipar.run.trace.trace_file import Trace
 from mpipar.study.schedules import bubble
 from mpipar.study.schedules.simulate import Costs, Timeline, simulate
-from mpipar.study.trace.segments import IDLE, Segment
-from mpipar.study.trace.timeline import median_step
-from mpipar.study.trace.waits import Call, Waits, find
+from mpipar.study.trace.segments import IDLE, Segment, median_step
+from mpipar.study.trace.waits import Call, Waits
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """useful_ns: by rank. runtime_ns: first start to last end. ideal_ns: runtime of the replay."""
-
-    useful_ns: tuple[int, ...]
-    runtime_ns: int
-    ideal_ns: int
-
-    @property
-    def load_balance(self) -> float:
-        return sum(self.useful_ns) / len(self.useful_ns) / max(self.useful_ns)
-
-    @property
-    def communication(self) -> float:
-        return max(self.useful_ns) / self.runtime_ns
-
-    @property
-    def parallel(self) -> float:
-        return self.load_balance * self.communication
-
-    @property
-    def transfer(self) -> float:
-        return self.ideal_ns / self.runtime_ns
-
-    @property
-    def serialization(self) -> float:
-        return max(self.useful_ns) / self.ideal_ns
-
-    def rows(self) -> list[tuple[str, float, str]]:
-        """Return (name, value, meaning) from the whole to its factors."""
-        return [
-            ("parallel efficiency", self.parallel, "share of all ranks' time that is not blocked"),
-            ("load balance", self.load_balance, "mean work / most work of a rank"),
-            ("communication efficiency", self.communication, "most work of a rank / time"),
-            ("serialization efficiency", self.serialization, "would be left with an ideal network"),
-            ("transfer efficiency", self.transfer, "time with an ideal network / time"),
-        ]
-
-
-def efficiency(trace: Trace, waits: Waits, segments: list[list[Segment]]) -> Efficiency:
-    """Return the efficiencies of the traced steps."""
-    useful = tuple(
-        sum(segment.length for segment in own if segment.kind not in IDLE) for own in segments
-    )
-    ends = replay(trace, waits)
-    ideal = max(ends) - min(rank.start for rank in trace.ranks)
-    return Efficiency(useful, trace.end - trace.start, ideal)
+def efficiencies(
+    trace: Trace, waits: Waits, segments: list[list[Segment]]
+) -> list[tuple[str, float, str]]:
+    """Return (name, value, meaning) of each, from the whole to its factors."""
+    useful = [sum(one.length for one in own if one.kind not in IDLE) for own in segments]
+    runtime, ideal = trace.end - trace.start, max(replay(trace, waits)) - trace.start
+    balance, busiest = mean(useful) / max(useful), max(useful) / runtime
+    return [
+        ("parallel efficiency", balance * busiest, "share of all ranks' time that is not blocked"),
+        ("load balance", balance, "mean work / most work of a rank"),
+        ("communication efficiency", busiest, "most work of a rank / time"),
+        ("serialization efficiency", max(useful) / ideal, "would be left with an ideal network"),
+        ("transfer efficiency", ideal / runtime, "time with an ideal network / time"),
+    ]
 
 
 def replay(
@@ -157,20 +122,6 @@ def median_passes(trace: Trace) -> tuple[int, list[list[Span]]]:
     ]
 
 
-def hop_ns(trace: Trace) -> float:
-    """Return the median time of a pipeline message from its send to its arrival.
-
-    Only those that a rank waited for count; 0 without any.
-    """
-    times = []
-    for event in find(trace).events:
-        if event.axis == "pp" and event.operation == "message":
-            sent, received = (call.record for call in event.calls)
-            if received.waited_ns <= sent.posted_ns:
-                times.append(received.done_ns - sent.posted_ns)
-    return median(times) if times else 0.0
-
-
 def pipeline_bubble(trace: Trace) -> list[tuple]:
     """Return `bubble.bubble_rows` of the trace: measured and simulated, by pipeline rank."""
     pp_ranks = [rank.place["pp"] for rank in trace.ranks]
@@ -187,8 +138,3 @@ def simulated(trace: Trace, even: bool = False) -> Timeline:
     if even:
         costs = Costs(*(mean(getattr(costs, name)) for name in "fiw"))
     return simulate(schedule, costs)
-
-
-def lost_by_uneven_stages(trace: Trace) -> float:
-    """Return how many milliseconds per step the schedule would gain from stages of equal work."""
-    return float(simulated(trace).makespan - simulated(trace, even=True).makespan) * 1e3

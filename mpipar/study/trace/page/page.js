@@ -9,7 +9,7 @@ function head() {
   find("title").textContent = page.title;
   find("subtitle").textContent = [page.model, page.state, page.clock && `clock: ${page.clock}`]
     .filter(Boolean).join(" \u00b7 ");
-  const remarks = [page.thinned, ...page.remarks ?? []].filter(Boolean);
+  const remarks = page.remarks ?? [];
   find("remarks").hidden = !remarks.length;
   for (const text of remarks) find("remarks").append(element("p", text));
 }

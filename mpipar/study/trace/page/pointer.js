@@ -122,7 +122,7 @@ Object.assign(Timeline.prototype, {
       ["step", `${call[CALL.step]}, phase ${call[CALL.phase]}${place}`],
       ["bytes", `${bytes(call[CALL.bytes])} (sends ${bytes(call[CALL.sent])})`],
       ["wait", milliseconds(call[CALL.wait]) + (late >= 0 ? ` for rank ${late}` : "")],
-      ...(late >= 0 ? [["because", d.chains[call[CALL.chain]]]] : []),
+      ...(late >= 0 ? [["because", d.causes[call[CALL.cause]]]] : []),
       ["transfer", milliseconds(call[CALL.transfer])],
       ["source", d.sources[call[CALL.source]]]]];
   },

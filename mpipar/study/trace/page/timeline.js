@@ -7,7 +7,7 @@ const OPERATION = { start: 0, length: 1, phase: 2, stage: 3, mb: 4, step: 5, lay
                     function: 7 };
 const CALL = { start: 0, wait: 1, transfer: 2, name: 3, axis: 4, collective: 5, bytes: 6, sent: 7,
                source: 8, late: 9, stage: 10, mb: 11, step: 12, event: 13, phase: 14,
-               chain: 15 };
+               cause: 15 };
 const GUTTER = 118, RULER = 24, FOOT = 18;
 
 /** Index of the first row whose start is not below `time`. Rows are sorted by start. */
