@@ -44,7 +44,7 @@ class Shape(ModelConfig):
 
     def ffn_parameters(self, width: float) -> float:
         """Return the weights of a feed-forward network of this width."""
-        return (self.gates + 1) * self.width * width
+        return (self.gates + 1) * self.d_model * width
 
     @cached_property
     def expert_parameters(self) -> float:
@@ -55,8 +55,10 @@ class Shape(ModelConfig):
     @cached_property
     def dense_parameters(self) -> float:
         """Weights of a block without its experts, averaged; biases and norms are a thousandth."""
-        attention = 2 * self.width * (self.heads + self.kv_heads) * self.head_dim
-        beside = self.ffn_parameters(self.shared_expert_ffn or 0) + self.width * (self.experts or 0)
+        attention = 2 * self.d_model * (self.heads + self.kv_heads) * self.head_dim
+        beside = self.ffn_parameters(self.shared_expert_ffn or 0) + self.d_model * (
+            self.experts or 0
+        )
         dense = (1 - self.expert_share) * self.ffn_parameters(self.ffn)
         return attention + dense + self.expert_share * beside
 
@@ -75,7 +77,7 @@ class Shape(ModelConfig):
     def table_parameters(self) -> int:
         """Weights of the token table, and of the head if it has its own."""
         tables = self.vocab_size * (1 if self.tied else 2) + self.position_rows
-        return tables * self.width
+        return tables * self.d_model
 
     @property
     def parameters(self) -> float:
@@ -90,7 +92,9 @@ class Shape(ModelConfig):
         extended to grouped heads and gates.
         """
         forward = 2 * self.passed_parameters + 4 * self.seq_len * self.heads * self.head_dim
-        return 3 * rows * self.seq_len * (self.layers * forward + 2 * self.vocab_size * self.width)
+        return (
+            3 * rows * self.seq_len * (self.layers * forward + 2 * self.vocab_size * self.d_model)
+        )
 
 
 def utilization(flops: float, seconds: float, devices: int, peak_tflops: float) -> float:

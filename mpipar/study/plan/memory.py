@@ -57,13 +57,13 @@ def stash_of(shape: Shape, layout: Layout, stack: Stack) -> Stash:
     dropout also keeps scores, and a byte for each masked number.
     """
     e, tp, n = stack.number_bytes, layout.tp, layout.rows * shape.seq_len / layout.cp
-    once = e * n * shape.width / (tp if layout.sequence_parallel else 1)
+    once = e * n * shape.d_model / (tp if layout.sequence_parallel else 1)
     q, kv = (count * shape.head_dim / tp for count in (shape.heads, shape.kv_heads))
     share, k, gates = shape.expert_share, shape.experts_per_token, shape.gates
     dense = (1 - share) * shape.ffn + share * (shape.shared_expert_ffn or 0)
     f = (dense + share * k * (shape.expert_ffn or 0)) / tp
     wide = 2 if stack.own else gates + 1
-    kept = 4 * once + e * n * (2 * q + 2 * kv + wide * f + share * k * shape.width)
+    kept = 4 * once + e * n * (2 * q + 2 * kv + wide * f + share * k * shape.d_model)
     if stack.norm_bytes:  # replaces numbers as wide as the others
         kept += 2 * once * (stack.norm_bytes / e - 1)
     scores = 0.0
@@ -77,7 +77,7 @@ def stash_of(shape: Shape, layout: Layout, stack: Stack) -> Stash:
     }[layout.recompute]
     both = AGAIN * kept
     if stack.own:  # and two gradients of whole tokens, those of routed ones, and a gate's product
-        width = (2 + share * k) * shape.width + (gates + 1 - wide) * f
+        width = (2 + share * k) * shape.d_model + (gates + 1 - wide) * f
         both = kept + 2 * once + e * n * width
     again = max(0.0, both - own + scores) if layout.recompute == "block" else 0.0
     return Stash(own, both if stack.own else own, again)
@@ -106,7 +106,7 @@ def memory_of(
     e, tp, tables = stack.number_bytes, layout.tp, layout.tables_of(rank)
     tokens = layout.rows * shape.seq_len / layout.cp
     copies = min(tables, 1 if shape.tied else 2)
-    held = shape.width * (copies * shape.vocab_size + (rank == 0) * shape.position_rows)
+    held = shape.d_model * (copies * shape.vocab_size + (rank == 0) * shape.position_rows)
     own = segments(shape, layout, blocks, held)
     whole = sum(one.elements for one in own)
     shared = sum(one.elements / one.ranks for one in own)
@@ -115,11 +115,13 @@ def memory_of(
         buffers += (stack.logit_bytes + e) * tokens * shape.vocab_size / tp
     if layout.zero >= 3:
         block = sum(one.elements for one in segments(shape, layout, 1.0))
-        second, first = sorted([block, block, *[shape.vocab_size * shape.width / tp] * tables])[-2:]
+        second, first = sorted([block, block, *[shape.vocab_size * shape.d_model / tp] * tables])[
+            -2:
+        ]
         buffers += (first + second) * e + first * stack.gradient_bytes
     elif layout.zero == 2:
         buffers += whole * e
-    kept = blocks / layout.chunks * flight * stash.kept + e * tokens * shape.width * tables
+    kept = blocks / layout.chunks * flight * stash.kept + e * tokens * shape.d_model * tables
     return Memory(
         (shared if layout.zero >= 3 else whole) * stack.weight_bytes,
         (shared if layout.zero >= 2 else whole) * stack.gradient_bytes,

@@ -158,7 +158,7 @@ def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> B
     rates, e, tp = Rates(machine, stack), stack.number_bytes, layout.tp
     n = layout.rows * shape.seq_len / layout.cp
     q, kv = (count * shape.head_dim / tp for count in (shape.heads, shape.kv_heads))
-    width, gates = shape.width, shape.gates
+    width, gates = shape.d_model, shape.gates
 
     ffns = [(1 - shape.expert_share, n, shape.ffn / tp, 1.0)]  # share, rows, width, matrices
     if shape.experts:
@@ -229,7 +229,7 @@ def head_of(shape: Shape, layout: Layout, stack: Stack, rates: Rates, n: float) 
     """Return all passes of the head over n tokens, and of the loss."""
     vocab = shape.vocab_size / layout.tp
     odd = not stack.pads and vocab % 1 == 0 and vocab % 8
-    matmuls = 2 * rates.matmul(n, shape.width, vocab) + rates.matmul(shape.width, n, vocab)
+    matmuls = 2 * rates.matmul(n, shape.d_model, vocab) + rates.matmul(shape.d_model, n, vocab)
     loss = LOGITS * stack.number_bytes * n * vocab / rates.memory
     return Pass((UNALIGNED if odd else 1.0) * matmuls, elementwise=loss).launched(rates.start)
 
@@ -280,7 +280,7 @@ def step_time(
     if pipeline is None:
         pipeline = closed(shape, layout, block, busy)
     copies = 1 if shape.tied or layout.pp > 1 else 2
-    held = segments(shape, layout, max(blocks), shape.width * shape.vocab_size * copies)
+    held = segments(shape, layout, max(blocks), shape.d_model * shape.vocab_size * copies)
     if layout.zero > 1:  # gathers of blocks are in their passes; the tables are units, too
         often = m if layout.zero == 3 else 1
         nbytes = shape.table_parameters * stack.number_bytes / layout.tp
@@ -340,7 +340,7 @@ def hop_seconds(shape: Shape, layout: Layout, machine: Machine, stack: Stack) ->
     tokens, node = layout.rows * shape.seq_len / layout.cp, machine.per_node
     nodes = -(-layout.pp * layout.stage_stride // node)
     away = max(layout.stage_stride, node) if nodes > 1 else layout.stage_stride
-    hop = machine.message(tokens * shape.width * stack.number_bytes / layout.tp, away)
+    hop = machine.message(tokens * shape.d_model * stack.number_bytes / layout.tp, away)
     seconds = 2 * min(layout.stages - 1, max(1, layout.chunks * nodes - 1)) * hop
     return seconds if stack.overlap else seconds + layout.num_microbatches * layout.chunks * hop
 
