@@ -125,10 +125,10 @@ def short_number(value: Number) -> str:
 
 def one_step(schedule: Schedule) -> str:
     """Return the grid of one step in which each pass takes its usual time, for a run's log."""
-    return (
-        f"\none step of {schedule.name}, one row per pipeline rank:\n"
-        f"{grid(simulate(schedule, Costs()))}\n"
-    )
+    timeline = simulate(schedule, Costs())
+    idle = 1 - sum(timeline.busy_share) / len(timeline.busy_share)
+    head = f"one step of {schedule.name}, one row per pipeline rank, bubble {idle:.0%}"
+    return f"\n{head}:\n{grid(timeline)}\n"
 
 
 def grid(timeline: Timeline, width: int = WIDTH, book: bool = False) -> str:
