@@ -23,6 +23,7 @@ import numpy as np
 from mpipar import cli
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.launcher import Launcher
+from mpipar.comm.objects import all_gather_objects
 from mpipar.config.run import PROMPT
 from mpipar.config.text import printable
 from mpipar.errors import UserError
@@ -396,9 +397,9 @@ class Inside(Session):
         return self.world
 
     def leave_mpi(self, exit_code: int) -> int:
-        """Return the highest code; MPI stays running. Comm: one all-gather of a byte per rank."""
+        """Return the highest code; MPI stays running. Comm: one all-gather."""
         if self.world is not None:
-            exit_code = max(self._gather_code(exit_code))
+            exit_code = max(all_gather_objects(self._private, exit_code))
             self._private.Free()
             self.world = None
         return exit_code
