@@ -8,20 +8,18 @@ call. The check sends its messages on a communicator of its own and keeps them o
 from __future__ import annotations
 
 import zlib
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mpipar.comm.objects import all_gather_objects
 from mpipar.comm.record import Record
-from mpipar.comm.transport import Counts
 from mpipar.errors import HangError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 UNEVEN = ("all_to_allv",)  # operations in which ranks send different numbers of bytes
-UNKNOWN = -1  # a count that the transport has to ask for
 
 
 class CollectiveCheck:
@@ -53,48 +51,10 @@ class CollectiveCheck:
             return
         calls = all_gather_objects(self.mpi, f"{what} at {record.source}, collective {record.seq}")
         common = max(calls, key=calls.count)
-        self._disagree(
-            [
-                f"rank {world_rank} calls {call}{'' if call == common else '   <- differs'}"
-                for world_rank, call in zip(self.ranks, calls, strict=True)
-            ]
-        )
-
-    def rows(self, record: Record, row_bytes: int, counts: Counts, received: Counts | None) -> None:
-        """Verify that each rank expects the rows that the others send it in an uneven exchange.
-
-        received: None where this rank expects nothing in particular. Raises HangError as above.
-        Comm: one all-gather of counts, and a gather of texts when they differ.
-        """
-        size = len(self.ranks)
-        own = np.array(
-            [[row_bytes] * size, counts, [UNKNOWN] * size if received is None else received],
-            np.int64,
-        )
-        everybody = np.empty((size, *own.shape), np.int64)
-        self.mpi.Allgather(own, everybody)
-        widths, sent, expected = everybody[:, 0, 0], everybody[:, 1], everybody[:, 2].T
-        wrong = np.argwhere((expected != UNKNOWN) & (expected != sent))  # [from, to]
-        if len(wrong) or (widths != widths[0]).any():
-            callers = [
-                f"rank {world_rank} in {record.operation} {record.name} at {place}"
-                for world_rank, place in zip(
-                    self.ranks, all_gather_objects(self.mpi, record.source), strict=True
-                )
-            ]
-            self._disagree(
-                [
-                    f"{callers[to]} expects {expected[source, to]} rows from"
-                    f" rank {self.ranks[source]}; {callers[source]} sends it {sent[source, to]}"
-                    for source, to in wrong
-                ]
-                or [
-                    f"{caller} has rows of {width} bytes"
-                    for caller, width in zip(callers, widths, strict=True)
-                ]
-            )
-
-    def _disagree(self, lines: list[str]) -> NoReturn:
+        lines = [
+            f"rank {world_rank} calls {call}{'' if call == common else '   <- differs'}"
+            for world_rank, call in zip(self.ranks, calls, strict=True)
+        ]
         head = f"ranks disagree at collective {self.number} of the group {list(self.ranks)}"
         raise HangError([head, *lines])
 

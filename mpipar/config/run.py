@@ -10,7 +10,7 @@ from mpipar.config.setting import setting
 OF_GPU = ("device", "cuda")
 OF_FLOAT16 = ("dtype", "float16")
 RUNS = Path("runs")  # parent of run folders that --out does not name
-SUMS = ("mpi", "ring", "doubling", "halves", "levels", "window")  # of --all-reduce
+SUMS = ("mpi", "ring", "doubling", "halves", "window")  # of --all-reduce
 # How the text at the end begins, and the temperature of its draws; `generate` takes others.
 PROMPT, TEMPERATURE = "The ", 0.5
 NEVER, AUTO = "never", "auto"  # of --resume

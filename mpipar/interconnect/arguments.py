@@ -15,7 +15,7 @@ CASES = (
 VERBS = {"vet": "name slow hosts and links", "show": "show a result", "compare": "compare two"}
 ROUTINGS = ("uniform", "hot", "one-hot", "zipf", "adversarial")
 VIAS = ("comm", "mpi4py", "c", "algorithms")
-BY = tuple(f"by {name}" for name in SUMS if name not in ("mpi", "levels"))
+BY = tuple(f"by {name}" for name in SUMS if name != "mpi")
 START = "mpiexec -n 2"
 LARGEST = 1 << 40
 

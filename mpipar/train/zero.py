@@ -105,13 +105,9 @@ class ShardedFlatParams(FlatParams):
         return True
 
     def zeros(self, kind: str, dtype: Dtype, label: str) -> Array:
-        """Return a new buffer of a kind: whole, or as large as this rank's pieces.
-
-        Comm: perhaps a window, by every member of the group that sums or gathers it.
-        """
-        if self.is_sharded(kind):
-            return self.ops.zeros((self.total // self.group.size,), dtype, label=label)
-        return self.group.zeros(self.ops, (self.total,), dtype, label)
+        """Return a new buffer of a kind: whole, or as large as this rank's pieces."""
+        parts = self.group.size if self.is_sharded(kind) else 1
+        return self.ops.zeros((self.total // parts,), dtype, label=label)
 
     def piece(self, kind: str, number: int) -> Array:
         """Return this rank's piece of a segment in a buffer."""
@@ -227,9 +223,7 @@ class ShardedGradSync(ReduceScatterGradSync):
         super().__init__(*arguments)
         self.needs = unit_segments(self.stages)
         size = largest(unit for units in self.needs.values() for unit in units)
-        self.scratch = self.comms["data"].zeros(
-            self.ops, (size,), self.ops.accum_dtype, "gradients"
-        )
+        self.scratch = self.ops.zeros((size,), self.ops.accum_dtype, label="gradients")
         self.scattered: list[tuple[Pending, ShardedFlatParams, int]] = []  # int: of the segment
 
     def begin_unit(self, stage: int, unit: int) -> None:

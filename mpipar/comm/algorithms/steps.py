@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from mpipar.comm.algorithms.mpi_library import MpiTransport, New
-from mpipar.comm.grid import chunk_size, chunk_slice
-from mpipar.comm.objects import all_gather_objects
+from mpipar.comm.grid import chunk_slice
 from mpipar.comm.transport import Options, PollingRequest, Request
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array, Shape
+from mpipar.ops.signature import Array
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-    from numpy.typing import DTypeLike
 
 
 Steps: TypeAlias = Iterator[Request]
@@ -97,8 +95,8 @@ class Messages:
 class StepwiseTransport(MpiTransport):
     """Base class of the algorithms that exchange messages, on a communicator of their own.
 
-    Each implements `summed`; unless it implements more, reduce-scatters, all-gathers and maxima are
-    MPI's own. Comm: one Dup of the group.
+    Each implements `summed`; maxima, reduce-scatters and all-gathers are MPI's own.
+    Comm: one Dup of the group.
     """
 
     def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: New | None = None):
@@ -181,47 +179,16 @@ class RingTransport(StepwiseTransport):
             tag, sent, (self.index + 1) % self.size, received, (self.index - 1) % self.size
         )
 
-    def scattered(self, pieces: list[Array], tag: int) -> Steps:
-        """Leave the whole sum of this rank's piece in pieces[index]; the others become invalid."""
+    def summed(self, x: Array) -> Steps:
+        pieces, tag = self.pieces(x), self.next_tag()
         room = np.empty_like(pieces[0])
-        for hop in range(1, self.size):
+        for hop in range(1, self.size):  # afterwards pieces[index] is a whole sum
             sent, grown = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
             yield self.hop(tag, sent, room[: len(grown)])
             add(grown, room[: len(grown)], grown)
-
-    def gathered(self, pieces: list[Array], tag: int) -> Steps:
-        """Leave pieces[index] of every rank in pieces."""
         for hop in range(self.size - 1):
             sent, new = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
             yield self.hop(tag, sent, new)
-
-    def summed(self, x: Array) -> Steps:
-        pieces, tag = self.pieces(x), self.next_tag()
-        yield from self.scattered(pieces, tag)
-        yield from self.gathered(pieces, tag)
-
-    def kept_in_front(self, pieces: list[Array]) -> Steps:
-        """Leave the sum of this rank's piece in pieces[0]."""
-        yield from self.scattered(pieces, self.next_tag())
-        if self.index > 0:
-            pieces[0][:] = pieces[self.index]
-
-    def ireduce_scatter(self, x: Array) -> Request:
-        return Posted(self.kept_in_front([in_line(part) for part in x]))
-
-    def iall_gather(self, x: Array) -> Request:
-        return Posted(self.gathered([in_line(part) for part in x], self.next_tag()))
-
-    def reduce_scatter(self, x: Array) -> Array:
-        whole = x.copy()  # the caller's x stays unchanged
-        self.ireduce_scatter(whole).Wait()
-        return whole[0]
-
-    def all_gather(self, x: Array, group_size: int) -> Array:
-        y = self.new((group_size, *x.shape), x.dtype)
-        y[self.index] = x
-        self.iall_gather(y).Wait()
-        return y
 
 
 class RecursiveDoublingTransport(StepwiseTransport):
@@ -279,76 +246,3 @@ class RabenseifnerTransport(StepwiseTransport):
     def close(self) -> None:
         self.gathers.Free()
         super().close()
-
-
-class HierarchicalTransport(StepwiseTransport):
-    """Sums in two levels: inside each host, across the hosts, and inside again.
-
-    Each rank of a host sums one share, and the ranks with the same share sum it across the hosts,
-    so that only a share of a rank's bytes crosses the slow links. See `is_hierarchical` for the
-    groups that it serves. inside: what sums and gathers inside a host.
-    Comm: a split by host and one across hosts, and a Dup.
-    """
-
-    def __init__(
-        self,
-        ops: Ops,
-        mpi_comm: MPI.Comm,
-        options: Options,
-        new: New | None = None,
-        inside: type[MpiTransport] = MpiTransport,
-    ):
-        super().__init__(ops, mpi_comm, options, new)
-        host = host_of(mpi_comm)
-        self.share, self.shares = host.rank, host.size
-        self.intra = inside(ops, host, options, new)
-        self.inter = MpiTransport(ops, mpi_comm.Split(host.rank), options, new)
-        # What is posted after a sum across hosts starts at a different time on each rank of a host,
-        # so it needs its own communicator.
-        self.intra2 = MpiTransport(ops, host.Dup(), options, new)
-        self.before = deque()
-
-    def summed(self, x: Array) -> Steps:
-        parts = x
-        if len(x) % self.shares:
-            parts = np.zeros(self.shares * chunk_size(len(x), self.shares), x.dtype)
-            parts[: len(x)] = x
-        parts = parts.reshape(self.shares, -1)
-        yield self.intra.ireduce_scatter(parts)
-        yield self.inter.iall_reduce(parts[0])
-        if self.share > 0:
-            parts[self.share] = parts[0]
-        yield self.intra2.iall_gather(parts)
-        if len(x) % self.shares:
-            x[:] = parts.reshape(-1)[: len(x)]
-
-    def zeros(self, shape: Shape, dtype: DTypeLike, label: str) -> Array:
-        return self.intra.zeros(shape, dtype, label)
-
-    def close(self) -> None:
-        for level in (self.intra, self.inter, self.intra2):
-            level.close()
-        super().close()
-
-
-def host_of(mpi_comm: MPI.Comm) -> MPI.Comm:
-    """Return the communicator of a group's ranks on this host. Comm: a split of the group."""
-    from mpi4py import MPI
-
-    return mpi_comm.Split_type(MPI.COMM_TYPE_SHARED)
-
-
-def ranks_on_hosts(mpi_comm: MPI.Comm) -> list[int]:
-    """Return how many of a group's ranks are on the host of each. Comm: a split and a gather."""
-    host = host_of(mpi_comm)
-    count = host.size
-    host.Free()
-    return all_gather_objects(mpi_comm, count)
-
-
-def is_hierarchical(counts: list[int]) -> bool:
-    """Return whether two levels make sense: several hosts with equally many ranks, two or more.
-
-    counts: see `ranks_on_hosts`.
-    """
-    return 1 < counts[0] < len(counts) and len({*counts}) == 1

@@ -52,7 +52,7 @@ Meet: TypeAlias = Callable[[int], Request]  # what makes the n-th meeting of an 
 class WindowTransport(MpiTransport):
     """Sums of the ranks of one host through a shared window.
 
-    Blocking sums use it for any array. Posted operations use it where the array is in the window;
+    Blocking sums use it for any array. Posted sums use it where the array is in the window;
     otherwise they are MPI's own, which make no rank wait. So is everything else.
     Comm: two windows over the group; one more for each array that `zeros` makes.
     """
@@ -91,24 +91,6 @@ class WindowTransport(MpiTransport):
         self.passed += 1
         return self.marks.meet(POSTED, self.passed)
 
-    def post(self, steps: Callable[[list[Array], Meet], Steps], x: Array) -> Request | None:
-        """Begin an operation on x, if it is in the window; else return None.
-
-        steps: the operation, given the arrays of all ranks and the function that makes a meeting.
-        """
-        arrays = self.find(x)
-        if arrays is None:
-            return None
-        self.number += 1
-        row, turn = self.number % POSTED, self.number // POSTED * PASSES
-        before = self.under_way.pop(row, None)
-        if before is not None:
-            before.Wait()
-        posted = self.under_way[row] = Posted(
-            steps(arrays, lambda meeting: self.marks.meet(row, turn + meeting))
-        )
-        return posted
-
     def add_up(self, sum_: Array, parts: list[Array]) -> None:
         """Add the others' numbers to sum_, this rank's own, beginning with the next rank."""
         for ahead in range(1, self.size):
@@ -124,31 +106,19 @@ class WindowTransport(MpiTransport):
             parts[(self.index + ahead) % self.size][:] = parts[self.index]
         yield meet(2)
 
-    def scattered(self, arrays: list[Array], meet: Meet) -> Steps:
-        """Sum this rank's part of arrays (size, ...); the sum ends up in the first part."""
-        parts = [one.reshape(self.size, -1)[self.index] for one in arrays]
-        yield meet(1)
-        self.add_up(parts[self.index], parts)
-        yield meet(2)
-        if self.index > 0:
-            arrays[self.index].reshape(self.size, -1)[0] = parts[self.index]
-
-    def gathered(self, arrays: list[Array], meet: Meet) -> Steps:
-        """Write this rank's part of arrays (size, ...) into the arrays of all ranks."""
-        parts = [one.reshape(self.size, -1)[self.index] for one in arrays]
-        yield meet(1)
-        for ahead in range(1, self.size):
-            parts[(self.index + ahead) % self.size][:] = parts[self.index]
-        yield meet(2)
-
     def iall_reduce(self, x: Array) -> Request:
-        return self.post(self.summed, x) or super().iall_reduce(x)
-
-    def ireduce_scatter(self, x: Array) -> Request:
-        return self.post(self.scattered, x) or super().ireduce_scatter(x)
-
-    def iall_gather(self, x: Array) -> Request:
-        return self.post(self.gathered, x) or super().iall_gather(x)
+        """Begin a sum, in the window if x is there; else it is MPI's own."""
+        arrays = self.find(x)
+        if arrays is None:
+            return super().iall_reduce(x)
+        self.number += 1
+        row, turn = self.number % POSTED, self.number // POSTED * PASSES
+        before = self.under_way.pop(row, None)
+        if before is not None:
+            before.Wait()
+        steps = self.summed(arrays, lambda meeting: self.marks.meet(row, turn + meeting))
+        posted = self.under_way[row] = Posted(steps)
+        return posted
 
     def room(self, size: int, dtype: np.dtype) -> list[Array]:
         """Return the next room of each rank, written to while others read the one before it."""

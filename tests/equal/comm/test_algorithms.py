@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from small_model import (
     WORLD,
-    assert_equals_known,
     comms_of,
     plant,
     slow_unless,
-    small_config,
 )
 
-from mpipar.comm.algorithms import steps, window
-from mpipar.comm.algorithms.steps import HierarchicalTransport, RingTransport, add, is_hierarchical
+from mpipar.comm import algorithms
+from mpipar.comm.algorithms import window
+from mpipar.comm.algorithms.mpi_library import MpiTransport
+from mpipar.comm.algorithms.steps import RingTransport, add
 from mpipar.comm.algorithms.window import SMALL, TILE, Marks, WindowTransport
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
@@ -35,7 +35,7 @@ everyone = pytest.mark.parametrize("name", slow_unless(QUICK.__contains__, zip(N
 @pytest.fixture
 def two_hosts(monkeypatch):
     """Let pairs of ranks count as hosts."""
-    monkeypatch.setattr(steps, "host_of", lambda mpi_comm: mpi_comm.Split(mpi_comm.rank // 2))
+    monkeypatch.setattr(algorithms, "host_of", lambda mpi_comm: mpi_comm.Split(mpi_comm.rank // 2))
 
 
 def numbers(place: int, length: int) -> np.ndarray:
@@ -81,31 +81,9 @@ def test_sums_of_any_length(name, sync_sends):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["levels", "window"])
-def test_sums_over_two_hosts(name, two_hosts):
-    assert wrong_sums(name, check=True) == 0
-
-
-@everyone
-def test_parts(name):
-    comms = comms_for(name)
-    dp = comms["dp"]
-    for length in LENGTHS:
-        given = np.stack([numbers(RANKS * HERE + part, length) for part in range(RANKS)])
-        due = sum(numbers(RANKS * place + HERE, length) for place in range(RANKS))
-        whole = np.stack([numbers(place, length) for place in range(RANKS)])
-        assert np.array_equal(dp.reduce_scatter(given.copy(), "parts"), due)
-        assert np.array_equal(dp.all_gather(numbers(HERE, length), "parts"), whole)
-        assert np.array_equal(
-            dp.all_to_all(given, "parts"),
-            np.stack([numbers(RANKS * place + HERE, length) for place in range(RANKS)]),
-        )
-        for x in (given.copy(), dp.zeros(comms.ops, given.shape, "float64", "gradients")):
-            x[:] = given
-            assert np.array_equal(dp.ireduce_scatter(x, "parts").wait()[0], due)
-            x[:] = np.nan
-            x[HERE] = numbers(HERE, length)
-            assert np.array_equal(dp.iall_gather(x, "parts").wait(), whole)
+def test_between_hosts_a_window_is_left_to_mpi(two_hosts):
+    comms = comms_for("window")
+    assert type(comms["dp"].transport) is MpiTransport
     comms.close()
 
 
@@ -172,20 +150,9 @@ def added_twice(_plain, window, sum_, parts):
         add(sum_, parts[(window.index + ahead) % window.size], sum_)
 
 
-def hop_too_many(plain, ring, pieces, tag):
-    yield from plain(ring, pieces, tag)
-    add(pieces[ring.index], pieces[ring.index], pieces[ring.index])
-
-
-def too_early(_plain, levels, x):
-    """The shares go back into the host before they are summed across."""
-    parts = np.resize(x, (levels.shares, -(-len(x) // levels.shares)))
-    yield levels.intra.ireduce_scatter(parts)
-    parts[levels.share] = parts[0]
-    yield levels.intra2.iall_gather(parts)
-    share = parts[0].copy()
-    yield levels.inter.iall_reduce(share)
-    x[:] = parts.reshape(-1)[: len(x)]
+def hop_too_many(plain, ring, x):
+    yield from plain(ring, x)
+    add(x[:1], x[:1], x[:1])
 
 
 @pytest.mark.parametrize(
@@ -193,15 +160,10 @@ def too_early(_plain, levels, x):
     [
         ("window", Marks, "meet", no_fence),
         ("window", WindowTransport, "add_up", added_twice),
-        ("ring", RingTransport, "scattered", hop_too_many),
-        pytest.param(
-            "levels", HierarchicalTransport, "summed", too_early, marks=pytest.mark.ranks(4)
-        ),
+        ("ring", RingTransport, "summed", hop_too_many),
     ],
 )
-def test_a_twin_is_caught(name, kind, method, twin, monkeypatch, request):
-    if name == "levels":
-        request.getfixturevalue("two_hosts")
+def test_a_twin_is_caught(name, kind, method, twin, monkeypatch):
     plant(monkeypatch, kind, method, twin)
     assert wrong_sums(name) > 0
 
@@ -214,11 +176,8 @@ def names_of(recorder) -> list[tuple[str, str]]:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("hosts", [1, 2])
 @everyone
-def test_every_algorithm_is_one_barrier(name, hosts, request):
-    if hosts > 1:
-        request.getfixturevalue("two_hosts")
+def test_every_algorithm_is_one_barrier(name):
     recorder = Recorder()
     comms = comms_for(name, recorder)
     comms["dp"].all_reduce(np.ones(4), "sum")
@@ -229,25 +188,9 @@ def test_every_algorithm_is_one_barrier(name, hosts, request):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("posted", [False, True])
-def test_the_check_names_a_call_that_differs(posted, two_hosts):
-    comms = comms_for("levels", check=True)
+def test_the_check_names_a_call_that_differs(posted):
+    comms = comms_for("halves", check=True)
     call = comms["dp"].iall_reduce if posted else comms["dp"].all_reduce
     with pytest.raises(HangError, match=r"rank 3 calls all_reduce other.*differs"):
         call(np.ones(4), "other" if HERE == 3 else "sum")
     comms.close()
-
-
-def test_levels_need_equal_hosts():
-    assert is_hierarchical([2, 2, 2, 2])
-    assert not is_hierarchical([1, 1])  # one on each
-    assert not is_hierarchical([2, 2])  # one host
-    assert not is_hierarchical([2, 2, 1])  # two and one
-
-
-# --- training
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["levels", "window"])
-def test_training_over_two_hosts_equals_one_rank(name, two_hosts):
-    assert_equals_known(small_config((4, 1, 1), 5, all_reduce=name))
