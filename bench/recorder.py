@@ -25,11 +25,11 @@ import numpy as np
 from bench.program import Outcome, Program
 from bench.training import Trained
 from mpipar import ops as ops_module
-from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Options
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.record import Recorder
+from mpipar.comm.transport import MpiTransport
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.config.text import counted

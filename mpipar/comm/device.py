@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpipar.comm.algorithms.mpi_library import MpiTransport
-from mpipar.comm.transport import Counts, Done, Exchanged, Request
+from mpipar.comm.transport import Counts, Done, Exchanged, MpiTransport, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
 

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from mpipar.comm.algorithms import algorithm_for
-from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.collective_check import CollectiveCheck
 from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.grid import Grid
@@ -21,7 +20,7 @@ from mpipar.comm.launcher import check_world
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.objects import all_gather_objects
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import Options, SelfTransport, ShapesTransport, Transport
+from mpipar.comm.transport import MpiTransport, Options, SelfTransport, ShapesTransport, Transport
 from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:

@@ -22,10 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import consecutive_slices
-from mpipar.comm.transport import Counts, Exchanged, Request
+from mpipar.comm.transport import Counts, Exchanged, MpiTransport, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
 

@@ -20,8 +20,8 @@ import time
 import numpy as np
 
 from mpipar import cli
-from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.group import Comm
+from mpipar.comm.transport import MpiTransport
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
 from mpipar.run import inputs, resume, training

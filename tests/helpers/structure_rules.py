@@ -21,7 +21,6 @@ WIRE = {
     "comm.nccl",
     "comm.transport",
     "comm.algorithms",
-    "comm.algorithms.mpi_library",
     "comm.algorithms.steps",
     "comm.algorithms.window",
 }

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.algorithms.steps import (
     RabenseifnerTransport,
     RecursiveDoublingTransport,
     RingTransport,
 )
 from mpipar.comm.algorithms.window import WindowTransport
+from mpipar.comm.transport import MpiTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI

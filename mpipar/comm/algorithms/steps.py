@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from mpipar.comm.algorithms.mpi_library import MpiTransport, New
 from mpipar.comm.grid import chunk_slice
-from mpipar.comm.transport import Options, PollingRequest, Request
+from mpipar.comm.transport import MpiTransport, New, Options, PollingRequest, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 

@@ -6,7 +6,8 @@ Other arrays pass through rooms of the window, one tile at a time, so that the r
 caches.
 
 Each piece is summed by a single rank, which begins with its own numbers and continues around the
-group. Every rank thus has the same bits, and so has every run.
+group; a tile in the rooms is summed by each rank in the order of the group. Every rank thus has the
+same bits, and so has every run.
 
 The memory is an MPI-3 window (`MPI_Win_allocate_shared`) in one passive epoch that lasts as long as
 the window. Two rules apply inside it. A rank publishes what it wrote by a fence (`Win.Sync`)
@@ -24,14 +25,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpipar.comm.algorithms.mpi_library import MpiTransport, New
 from mpipar.comm.algorithms.steps import Posted, Steps, add, in_line
 from mpipar.comm.grid import chunk_slice
-from mpipar.comm.transport import Options, PollingRequest, Request
+from mpipar.comm.transport import MpiTransport, New, Options, PollingRequest, Request
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
@@ -42,11 +42,9 @@ if TYPE_CHECKING:
 
 
 TILE = 1 << 20  # bytes of an array in a room
-SMALL = 1 << 15  # bytes up to which more than two ranks sum an array whole, in one meeting
 ROOMS = 2  # one is written while the other is read
 POSTED = 256  # operations that may be pending at once
 PASSES = 1 << 20  # more meetings than any operation has
-Meet: TypeAlias = Callable[[int], Request]  # what makes the n-th meeting of an operation
 
 
 class WindowTransport(MpiTransport):
@@ -86,25 +84,16 @@ class WindowTransport(MpiTransport):
                 return self.found[key]
         return None
 
-    def meet(self) -> Request:
-        """Return the next meeting of a blocking operation. All of them share one row of marks."""
-        self.passed += 1
-        return self.marks.meet(POSTED, self.passed)
-
-    def add_up(self, sum_: Array, parts: list[Array]) -> None:
-        """Add the others' numbers to sum_, this rank's own, beginning with the next rank."""
-        for ahead in range(1, self.size):
-            add(sum_, parts[(self.index + ahead) % self.size], sum_)
-
-    def summed(self, arrays: list[Array], meet: Meet) -> Steps:
-        """Sum arrays that are in the window. meet(n): the n-th meeting of this operation."""
-        own = chunk_slice(len(arrays[0]), self.size, self.index)
-        parts = [one[own] for one in arrays]
-        yield meet(1)
-        self.add_up(parts[self.index], parts)
-        for ahead in range(1, self.size):
-            parts[(self.index + ahead) % self.size][:] = parts[self.index]
-        yield meet(2)
+    def summed(self, arrays: list[Array], row: int, turn: int) -> Steps:
+        """Sum arrays that are in the window, and meet before and after it in a row of marks."""
+        piece = chunk_slice(len(arrays[0]), self.size, self.index)
+        own, *others = (arrays[(self.index + k) % self.size][piece] for k in range(self.size))
+        yield self.marks.meet(row, turn + 1)
+        for other in others:
+            add(own, other, own)
+        for other in others:
+            other[:] = own
+        yield self.marks.meet(row, turn + 2)
 
     def iall_reduce(self, x: Array) -> Request:
         """Begin a sum, in the window if x is there; else it is MPI's own."""
@@ -116,8 +105,7 @@ class WindowTransport(MpiTransport):
         before = self.under_way.pop(row, None)
         if before is not None:
             before.Wait()
-        steps = self.summed(arrays, lambda meeting: self.marks.meet(row, turn + meeting))
-        posted = self.under_way[row] = Posted(steps)
+        posted = self.under_way[row] = Posted(self.summed(arrays, row, turn))
         return posted
 
     def room(self, size: int, dtype: np.dtype) -> list[Array]:
@@ -134,30 +122,19 @@ class WindowTransport(MpiTransport):
         elif self.find(x) is not None:
             self.iall_reduce(x).Wait()
         else:
-            sum_tile = self.sum_pieces if self.size > 2 and x.nbytes > SMALL else self.sum_whole
             x, width = in_line(x), TILE // x.itemsize
             for first in range(0, len(x), width):
-                sum_tile(x[first : first + width])
+                self.sum_tile(x[first : first + width])
 
-    def sum_whole(self, tile: Array) -> None:
-        """Show a tile to all ranks, and add up all of theirs in the order of the group.
-
-        With a piece per rank, two ranks would move as many bytes, and meet more often.
-        """
+    def sum_tile(self, tile: Array) -> None:
+        """Show a tile to all ranks, and add up all of theirs in the order of the group."""
         rooms = self.room(len(tile), tile.dtype)
         rooms[self.index][:] = tile
-        self.meet().Wait()
+        self.passed += 1
+        self.marks.meet(POSTED, self.passed).Wait()  # the row of all blocking operations
         add(rooms[0], rooms[1], tile)
         for room in rooms[2:]:
             add(tile, room, tile)
-
-    def sum_pieces(self, tile: Array) -> None:
-        """Sum a tile, a piece on each rank, as an array in the window is summed."""
-        rooms = self.room(len(tile), tile.dtype)
-        rooms[self.index][:] = tile
-        for meeting in self.summed(rooms, lambda _: self.meet()):
-            meeting.Wait()
-        tile[:] = rooms[self.index]
 
     def close(self) -> None:
         for memory in (*self.arrays, self.rooms, self.marks.memory):

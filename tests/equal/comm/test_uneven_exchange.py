@@ -9,10 +9,10 @@ from small_model import WORLD, comms_of, cpu, plant, raised_everywhere
 
 from mpipar import ops as ops_module
 from mpipar.comm import groups
-from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
+from mpipar.comm.transport import MpiTransport
 from mpipar.errors import HangError
 
 pytestmark = pytest.mark.ranks(2, 3, 4)

@@ -26,8 +26,8 @@ from test_cuts import connected
 from bench.matmul import Sizes, cases, whole
 from mpipar import ops as ops_module
 from mpipar.comm import groups
-from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.collective_check import CollectiveCheck
+from mpipar.comm.transport import MpiTransport
 from mpipar.ops.cupy_copies import Copies
 from mpipar.run.verify import SPREAD, differences, full_tensors
 

@@ -19,9 +19,9 @@ from small_model import (
 
 from bench.rehearse import Player, script_of
 from mpipar import ops as ops_module
-from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.group import Comm
 from mpipar.comm.record import as_record
+from mpipar.comm.transport import MpiTransport
 from mpipar.study.examples.catalog import EXAMPLES, TOLERANCE, run
 
 WHAT = attrgetter(

@@ -11,11 +11,10 @@ import pytest
 
 from mpipar import ops
 from mpipar.comm import groups, transport
-from mpipar.comm.algorithms.mpi_library import MpiTransport
 from mpipar.comm.grid import Grid
 from mpipar.comm.hosts import Cores, use_batch_scheduling
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import POLLS_BEFORE_SLEEP, PollingRequest
+from mpipar.comm.transport import POLLS_BEFORE_SLEEP, MpiTransport, PollingRequest
 from mpipar.config.run import RunConfig
 
 
