@@ -147,13 +147,9 @@ class FlatParams:
         """Return the buffer of a kind: data, grad, master or a moment."""
         return self.moments[kind] if kind in self.moments else getattr(self, kind)
 
-    def piece(self, kind: str, number: int) -> Array:
-        """Return one of the pieces of a buffer that this rank owns: all of it."""
-        return self.buffer(kind)
-
     def pieces(self, kind: str) -> list[Array]:
-        """Return the pieces of a buffer that this rank owns."""
-        return [self.piece(kind, 0)]
+        """Return the pieces of a buffer that this rank owns: all of it."""
+        return [self.buffer(kind)]
 
     def sums(self) -> list[Array]:
         """Return where the summed gradients of this rank's pieces are."""
@@ -220,9 +216,9 @@ class FlatParams:
         if self.rounds and self.weights == ["master"]:
             self.ops.copy(self.data, self.master)
 
-    def updated(self, number: int) -> list[Pending]:
-        """Return what has been posted because this rank has updated its piece of a run."""
-        return []
+    def gather(self, number: int) -> Pending:
+        """Start to gather a run of data, of which each rank has updated its piece: see ZeRO 1."""
+        raise AssertionError("every rank has all of it")
 
 
 def flats_of(

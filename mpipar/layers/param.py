@@ -49,7 +49,7 @@ class Param:
     not to biases and norms. partial_groups: groups whose ranks each compute a part of the gradient.
     copies: see `Copies`. multiple: the length of a shard is a multiple of
     this on each dimension that is cut, padded with zeros. rule: which of an optimizer's rules
-    updates it, see `train.optimizer`. axes: of a hidden matrix, what each dimension is: i inputs, o
+    updates it, see `train.optim`. axes: of a hidden matrix, what each dimension is: i inputs, o
     outputs, s one of several matrices that are side by side; "" for all others.
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
@@ -106,7 +106,8 @@ class Param:
         self.local_shape, self.size = tuple(local), math.prod(local)
         self.box = self.box_at(grid, {group: grid.group_rank(group) for group in self.placement})
         self.unit = 0
-        self._bound: dict[str, tuple[Array, int]] = {}
+        # By kind: the flat buffer that this is a view of, and where it starts there.
+        self.bound: dict[str, tuple[Array, int]] = {}
 
     def __getattr__(self, kind: str) -> NoReturn:
         """Explain what is missing; called for attributes that have not been set."""
@@ -119,23 +120,13 @@ class Param:
 
     def bind(self, kind: str, buffer: Array, start: int) -> None:
         """Make data, grad or master a view of a flat buffer, starting at `start`."""
-        self._bound[kind] = buffer, start
+        self.bound[kind] = buffer, start
         setattr(self, kind, buffer[start : start + self.size].reshape(self.local_shape))
 
     def unbind(self, kind: str) -> None:
         """Remove data, grad or master: no rank holds it whole."""
-        self._bound.pop(kind, None)
+        self.bound.pop(kind, None)
         setattr(self, kind, None)
-
-    def span(self, last: Param, kind: str) -> Array:
-        """Return a view of the flat buffer, from this parameter's numbers to those of `last`.
-
-        A product can thus read a layer's tensors, which are side by side, as one.
-        """
-        buffer, start = self._bound.get(kind) or self.__getattr__(kind)
-        same, place = last._bound[kind]
-        assert same is buffer, (self.name, last.name)
-        return buffer[start : place + last.size]
 
     def box_at(self, grid: Grid, places: Mapping[str, int]) -> Box:
         """Return (start, stop) on each dimension, for the shard at some places of its groups."""

@@ -8,7 +8,7 @@ the products that are added to an array, and the embeddings. Letters as in `arra
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import wraps
 from inspect import signature
 from typing import Any
 
@@ -18,7 +18,7 @@ from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.arrays import as_rows
 from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.numpy_attention import NumpyAttention
-from mpipar.ops.signature import Array, Function, shape_of
+from mpipar.ops.signature import Array
 
 # Elements of a tile: 170 rows of 384. Three float32 tiles fit into a 1 MiB L2 cache. 2^14 is 20 %
 # slower (interpreter overhead). Without tiles the cost is the same only if the L3 cache holds the
@@ -42,55 +42,56 @@ def cut(rows: int, width: int) -> Iterator[slice]:
         yield slice(first, min(first + step, rows))
 
 
-def tile_loop(
-    formula: Callable[..., Any], function: Function, given: dict[str, Any], takes_out: bool
-) -> Any:
-    """Return what formula(**given) returns, computed tile by tile; `function`: its line.
+def tiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method that runs a formula of rows tile by tile.
 
     Arguments that are not rows, such as a gradient that each tile adds to, are passed whole to
-    every tile. takes_out: whether the formula takes an array for its first result.
+    every tile. If the formula takes an array `out` for its first result, that is a tile, too.
     """
-    by_row = [
-        (part, x, x.ndim - len(part.dims or ()) + 1)
-        for part, x in function.arrays(given)
-        if part.by_row
-    ]
-    _, first, at = by_row[0]
-    count = math.prod(first.shape[:at])
-    tiles = list(cut(count, max(math.prod(x.shape[own:]) for _, x, own in by_row)))
-    if len(tiles) <= 1:
-        return formula(**given)
-    rows = {part.name: x.reshape(count, *x.shape[own:]) for part, x, own in by_row}
-    for part, x, _ in by_row:
-        assert not part.written or np.may_share_memory(rows[part.name], x), (
-            f"{function.name}: {part.name} has gaps, so that nothing can be written to its rows"
-        )
-    results = []
-    if takes_out:
-        inside = shape_of((function.gives[0].dims or ())[1:], function.sizes(given))
-        results = [np.empty((count, *inside), first.dtype)]
-    for tile in tiles:
-        out = {"out": results[0][tile]} if takes_out else {}
-        made = formula(**given | {name: x[tile] for name, x in rows.items()} | out)
-        if function.makes:
-            made = made if isinstance(made, tuple) else (made,)
-            results += [np.empty((count, *x.shape[1:]), x.dtype) for x in made[len(results) :]]
-            for whole, part in list(zip(results, made, strict=True))[takes_out:]:
-                whole[tile] = part
-    results = [x.reshape(*first.shape[:at], *x.shape[1:]) for x in results] or [
-        given[part.name] for part in function.gives
-    ]
-    return tuple(results) if len(results) > 1 else results[0] if results else None
-
-
-def tiled(formula: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method that runs a formula of rows tile by tile."""
     function, takes_out = FUNCTIONS[formula.__name__], "out" in signature(formula).parameters
+    names, makes = [part.name for part in function.takes], bool(function.makes)
+    # (argument, letters of one of its rows) of those that have rows
+    parts = [(part, (part.dims or ())[1:]) for part in function.takes if part.by_row]
+    letters = (function.gives[0].dims or ())[1:] if takes_out else ()  # of a row of `out`
 
     @wraps(formula)
     def method(self: ArrayOps, *arguments: Any, **named: Any) -> Any:
-        given = function.bind(arguments, named)
-        return tile_loop(partial(formula, self), function, given, takes_out)
+        given = dict(zip(names, arguments, strict=False)) | named
+        by_row = [
+            (part, x, x.ndim - len(inner))
+            for part, inner in parts
+            if (x := given.get(part.name)) is not None
+        ]
+        _, first, at = by_row[0]
+        count = math.prod(first.shape[:at])
+        tiles = list(cut(count, max(math.prod(x.shape[own:]) for _, x, own in by_row)))
+        if len(tiles) <= 1:
+            return formula(self, **given)
+        rows = {part.name: x.reshape(count, *x.shape[own:]) for part, x, own in by_row}
+        for part, x, _ in by_row:
+            assert not part.written or np.may_share_memory(rows[part.name], x), (
+                f"{function.name}: {part.name} has gaps, so that nothing can be written to its rows"
+            )
+        results = []
+        if takes_out:
+            sizes = {
+                letter: length
+                for part, x, own in by_row
+                for letter, length in zip((part.dims or ())[1:], x.shape[own:], strict=True)
+            }
+            results = [np.empty((count, *map(sizes.__getitem__, letters)), first.dtype)]
+        for tile in tiles:
+            out = {"out": results[0][tile]} if takes_out else {}
+            made = formula(self, **given | {name: x[tile] for name, x in rows.items()} | out)
+            if makes:
+                made = made if isinstance(made, tuple) else (made,)
+                results += [np.empty((count, *x.shape[1:]), x.dtype) for x in made[len(results) :]]
+                for whole, part_of in list(zip(results, made, strict=True))[takes_out:]:
+                    whole[tile] = part_of
+        if not makes:
+            return given[function.gives[0].name] if function.gives else None
+        whole = tuple(x.reshape(*first.shape[:at], *x.shape[1:]) for x in results)
+        return whole if len(whole) > 1 else whole[0]
 
     return method
 

@@ -53,7 +53,7 @@ from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
 from mpipar.run.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
-from mpipar.train.decisions import StepVotes
+from mpipar.train.gradsync import StepVotes
 from mpipar.train.optim import warm_up_notes
 from mpipar.train.worker import Worker
 

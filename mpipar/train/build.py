@@ -26,11 +26,16 @@ from mpipar.pipeline.engine import Weights, WholeWeights
 from mpipar.pipeline.instructions import Instr, Schedule, lower, with_weights_kept
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.train.gradsync import GradSync
-from mpipar.train.optimizer import rules_of
+from mpipar.train.muon import Muon
+from mpipar.train.optim import AdamW, Sgd, Signs, rules_of
 from mpipar.train.zero import UNITS, ReduceScatterGradSync, ShardedFlatParams, ShardedGradSync
 
 if TYPE_CHECKING:
     from mpipar.comm.groups import World
+
+
+# What updates parameters, by name.
+RULES: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW, "muon": Muon, "signs": Signs}
 
 
 def configured_schedule(grid_config: GridConfig) -> Schedule:

@@ -1,4 +1,4 @@
-"""Gradient synchronization: sums over groups, the global norm, and clipping.
+"""Gradient synchronization: sums over groups, the global norm, clipping, and the loss scale.
 
 Each stage has a flat buffer of gradients for each set of groups over which they are partial. Most
 are partial over the data group only, the ranks that read different tokens (dp x cp). These are
@@ -15,18 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Generic, TypeVar, cast
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
 from mpipar.comm.group import Pending
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder
+from mpipar.config.run import RunConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.models.stage import PipelineStage
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.train.optimizer import RULES
 
 Flat = TypeVar("Flat", bound=FlatParams)
 
@@ -51,7 +52,8 @@ class GradSync(Generic[Flat]):
         }
         # The order is the same on every rank: sums over further groups follow it.
         self.flats = [flat for flats in self.flats_of.values() for flat in flats]
-        self.of_loss = [flat for flat in self.flats if RULES[flat.rule].of_loss]
+        # What the norm counts. Signs are not gradients of the loss: see `optim.Signs`.
+        self.of_loss = [flat for flat in self.flats if flat.rule != "signs"]
         self.bucket = max(1, bucket_bytes // ops.accum_dtype.itemsize)  # elements
         self.pending: list[Pending] = []
         self.started: set[tuple[int, int]] = set()  # (stage, unit)
@@ -183,3 +185,82 @@ def all_reduce_scalars(
         return values
     x = ops.asarray(np.array(values, dtype=np.float64))
     return [float(value) for value in ops.to_host(comms[group].all_reduce(x, name))]
+
+
+@dataclass(frozen=True)
+class StepVotes:
+    """One rank's votes in a step and, after the all-reduce, the decision that all ranks act on.
+
+    stop, save: whether this rank asks for it; decision: whether any rank does. written: whether
+    this rank has written its part of a checkpoint in the background; decision: whether every rank
+    has. Islands decide for themselves, and act only where they meet.
+    """
+
+    stop: bool = False
+    save: bool = False
+    written: bool = False
+
+
+class Decision(NamedTuple):
+    """What becomes of a step.
+
+    update: its number among the updates: a skipped step uses up no warm-up. scale: of its backward
+    pass, None where nothing is scaled. skipped: whether the weights stay as they are, because
+    gradients overflowed.
+    """
+
+    update: int
+    scale: float | None
+    skipped: bool
+
+
+class LossScale:
+    """The factor of a float16 loss, without which most gradients would round to zero.
+
+    The smallest float16 number is 6e-8. The loss is multiplied by a power of two before the
+    backward pass, and the summed gradients are divided by it. If any rank finds a gradient that is
+    not finite, all ranks skip the step. Source: Micikevicius et al., arXiv 1710.03740; factors and
+    interval are those of PyTorch's GradScaler.
+
+    `value` halves after a step that overflowed and doubles after `interval` good ones. It is the
+    same on every rank, because `decide` gets the same norm on all of them. dynamic: false for
+    types with the range of float32, whose scale stays 1. skipped: number of steps so far without an
+    update.
+    """
+
+    FIRST, INTERVAL = 2.0**16, 2000  # PyTorch's
+    SMALLEST = 1.0  # the scale is not to blame for gradients that still overflow at this value
+
+    def __init__(self, run: RunConfig):
+        self.dynamic = run.dtype == "float16"
+        self.value: float = (run.loss_scale or self.FIRST) if self.dynamic else 1.0
+        self.interval = self.INTERVAL
+        self.good = self.skipped = 0
+
+    def decide(self, step: int, norm: float) -> Decision:
+        """Return what becomes of a step with this gradient norm, and adapt the scale.
+
+        A step whose gradients are not finite is skipped only if a smaller scale could help it.
+        """
+        if not self.dynamic:
+            return Decision(step, None, False)
+        overflow = not math.isfinite(norm)
+        decided = Decision(step - self.skipped, self.value, overflow and self.value > self.SMALLEST)
+        self.good = 0 if overflow else self.good + 1
+        if overflow:
+            self.value, self.skipped = self.value / 2, self.skipped + 1
+        elif self.good == self.interval:
+            self.value, self.good = self.value * 2, 0
+        return decided
+
+    def state(self) -> dict[str, float]:
+        """Return everything that later steps depend on, for a checkpoint."""
+        return {"value": self.value, "good": self.good, "skipped": self.skipped}
+
+    def restore(self, state: dict[str, float]) -> None:
+        """Continue from what `state` returned."""
+        self.value, self.good, self.skipped = (
+            state["value"],
+            int(state["good"]),
+            int(state["skipped"]),
+        )

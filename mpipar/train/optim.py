@@ -1,4 +1,4 @@
-"""Update rules over flat buffers of master weights, and the learning rate of a step.
+"""The optimizer: update rules over flat buffers of master weights, and the learning rate of a step.
 
 A rank updates its own pieces (see `layers/flat.py`), which is everything where nothing is sharded.
 
@@ -8,12 +8,13 @@ Weight decay is decoupled. It applies to matrices and embedding tables, not to b
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from mpipar.comm.groups import Comms
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
+from mpipar.layers.param import Param
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 
@@ -23,6 +24,8 @@ TITLES = {
     "v": "second moment",
     "momentum": "momentum",
 }  # of FlatParams.state
+# By --optimizer: the rules of single numbers and of hidden matrices. Classes: `build.RULES`.
+OPTIMIZERS = {"sgd": ("sgd", "sgd"), "adamw": ("adamw", "adamw"), "muon": ("adamw", "muon")}
 
 
 class Sgd:
@@ -33,20 +36,22 @@ class Sgd:
     """
 
     kinds: ClassVar[tuple[str, ...]] = ()  # of moments
-    of_loss = True  # gradients are those of the loss: they count in the norm, and are clipped
 
     def __init__(self, ops: Ops, flats: Sequence[FlatParams], config: TrainConfig, comms: Comms):
         self.ops, self.flats, self.config, self.comms = ops, flats, config, comms
         for kind in self.kinds:
             for flat in flats:
                 flat.add_moment(kind)
+        self.pieces = {
+            flat: [flat.pieces(kind) for kind in ("master", "data", *self.kinds)] for flat in flats
+        }
 
     def prepare(self) -> None:
         """Do what must precede the first update of a step."""
 
     def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
         """Update one of this rank's pieces, and round it to the data."""
-        master, data = (flat.piece(kind, number) for kind in ("master", "data"))
+        master, data, *_ = (pieces[number] for pieces in self.pieces[flat])
         self.change(master, flat.reduced_grads[number], lr)
         if flat.rounds:
             self.ops.copy(data, master)
@@ -63,7 +68,6 @@ class Signs(Sgd):
     (arXiv 2408.15664).
     """
 
-    of_loss = False
     RATE = 0.001
 
     def change(self, master: Array, grad: Array, lr: float) -> None:
@@ -77,7 +81,7 @@ class AdamW(Sgd):
 
     def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
         config = self.config
-        master, data, m, v = (flat.piece(kind, number) for kind in ("master", "data", *self.kinds))
+        master, data, m, v = (pieces[number] for pieces in self.pieces[flat])
         self.ops.adamw_runs(
             master,
             flat.reduced_grads[number],
@@ -92,6 +96,58 @@ class AdamW(Sgd):
             step=step,
             copy=data if flat.rounds else None,
         )
+
+
+def rules_of(optimizer: str) -> dict[str, str]:
+    """Return {rule of a Param: the rule that updates it}: numbers, hidden matrices, or its own."""
+    numbers, matrices = OPTIMIZERS[optimizer]
+    return {"numbers": numbers, "matrices": matrices, "signs": "signs"}
+
+
+class Optimizer:
+    """Updates all parameters of a rank, each flat buffer by its rule.
+
+    flats: all FlatParams of the rank; each rule adds its moments to its own. rules: by name.
+    """
+
+    def __init__(
+        self,
+        ops: Ops,
+        flats: Sequence[FlatParams],
+        config: TrainConfig,
+        comms: Comms,
+        rules: Mapping[str, type[Sgd]],
+    ):
+        self.flats, self.rule_of = flats, rules_of(config.optimizer)
+        self.rules = {
+            name: rules[name](ops, [flat for flat in flats if flat.rule == name], config, comms)
+            for name in dict.fromkeys(self.rule_of.values())
+        }
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of all moments."""
+        return tuple(dict.fromkeys(kind for rule in self.rules.values() for kind in rule.kinds))
+
+    def kinds_of(self, param: Param) -> tuple[str, ...]:
+        """Return the kinds of state that an update of a parameter reads and changes."""
+        return ("master", *self.rules[self.rule_of[param.rule]].kinds)
+
+    def step(self, lr: float, step: int) -> None:
+        """Update all parameters of this rank; step counts from 1.
+
+        Comm: that of the rules; with ZeRO 1, one all_gather for each segment.
+        """
+        pending = []
+        for rule in self.rules.values():
+            rule.prepare()
+        for flat in self.flats:
+            for number in range(len(flat.decay_runs)):
+                self.rules[flat.rule].update(flat, number, lr, step)
+                if flat.level == 1:
+                    pending.append(flat.gather(number))
+        for one in pending:
+            one.wait()
 
 
 DECAY_RATIO = 0.2  # share of the steps in which wsd decays: 10 to 20% suffice (arXiv 2405.18392)

@@ -25,8 +25,7 @@ from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.ops.functions import Ops
-from mpipar.train.decisions import OneIsland, StepVotes
-from mpipar.train.gradsync import all_reduce_scalars
+from mpipar.train.gradsync import StepVotes, all_reduce_scalars
 
 KINDS = ("outer", "velocity")  # of moments
 
@@ -36,11 +35,13 @@ def outer_copies(config: Config) -> int:
     return 0 if config.grid.islands is None else len(KINDS)
 
 
-class Outer(OneIsland):
+class Outer:
     """The outer weights and their optimizer. It adds two moments to the flat buffers of a rank.
 
     `outer` is of use only between two meetings; otherwise all islands have the outer weights.
     """
+
+    begun = False  # whether islands have taken steps since they last met
 
     def __init__(self, ops: Ops, flats: Sequence[FlatParams], comms: Comms, config: TrainConfig):
         self.ops, self.flats, self.comms, self.config = ops, flats, comms, config
@@ -86,8 +87,8 @@ class Outer(OneIsland):
         ops, islands, config = self.ops, self.comms[ISLAND], self.config
         pending: list[Pending] = []
         for flat in self.flats:
-            for number, d in enumerate(flat.reduced_grads):
-                master, outer, v = (flat.piece(kind, number) for kind in ("master", *KINDS))
+            pieces = (flat.reduced_grads, *map(flat.pieces, ("master", *KINDS)))
+            for number, (d, master, outer, v) in enumerate(zip(*pieces, strict=True)):
                 ops.copy(d, outer)
                 ops.sgd_step(d, master, 1.0)
                 ops.scale(islands.all_reduce(d, "outer.delta"), 1 / islands.size)
@@ -103,8 +104,8 @@ class Outer(OneIsland):
     def copy_to_params(self, flat: FlatParams, number: int) -> list[Pending]:
         """Round a changed piece to the data. Comm: with ZeRO 1, one all_gather is posted."""
         if flat.rounds:
-            self.ops.copy(flat.piece("data", number), flat.piece("master", number))
-        return flat.updated(number)
+            self.ops.copy(flat.pieces("data")[number], flat.pieces("master")[number])
+        return [flat.gather(number)] if flat.level == 1 else []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -122,16 +123,11 @@ class Outer(OneIsland):
         """
         pending: list[Pending] = []
         for flat in self.flats:
-            for number, spare in enumerate(flat.reduced_grads):
-                master, outer = flat.piece("master", number), flat.piece("outer", number)
+            pieces = flat.reduced_grads, flat.pieces("master"), flat.pieces("outer")
+            for number, (spare, master, outer) in enumerate(zip(*pieces, strict=True)):
                 self.ops.copy(spare, master)
                 self.ops.copy(master, outer)
                 self.ops.copy(outer, spare)
                 pending += self.copy_to_params(flat, number)
         for one in pending:
             one.wait()
-
-
-def outer_of(config: Config, ops: Ops, flats: Sequence[FlatParams], comms: Comms) -> OneIsland:
-    """Return what begins and ends the steps of a run, with islands or without."""
-    return OneIsland() if config.grid.islands is None else Outer(ops, flats, comms, config.train)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Protocol
@@ -26,11 +27,15 @@ from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.pipeline.engine import Engine, Key, forward_only
 from mpipar.train import build, non_finite
-from mpipar.train.decisions import LossScale, StepVotes
-from mpipar.train.gradsync import all_reduce_scalars, masked_contribution, masked_sum
-from mpipar.train.optim import learning_rate
-from mpipar.train.optimizer import Optimizer
-from mpipar.train.outer import outer_of
+from mpipar.train.gradsync import (
+    LossScale,
+    StepVotes,
+    all_reduce_scalars,
+    masked_contribution,
+    masked_sum,
+)
+from mpipar.train.optim import Optimizer, learning_rate
+from mpipar.train.outer import Outer
 
 if TYPE_CHECKING:
     from mpipar.comm.groups import World
@@ -91,7 +96,13 @@ class Worker:
         if not math.isfinite(loss) or not (math.isfinite(norm) or decided.skipped):
             raise self._not_finite(
                 f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
-                non_finite.report(self, "gradient", lambda flat: flat.reduced_grads, self.losses),
+                non_finite.report(
+                    self.comms,
+                    self.stages,
+                    "gradient",
+                    lambda flat: flat.reduced_grads,
+                    self.losses,
+                ),
             )
         lr = learning_rate(self.config.train, decided.update)
         if not decided.skipped:
@@ -189,9 +200,11 @@ class Worker:
             self.gradsync,
             build.gathered_weights(config.memory, ops, self.stages),
         )
-        self.optimizer = Optimizer(ops, self.flats, config.train, self.comms)
+        self.optimizer = Optimizer(ops, self.flats, config.train, self.comms, build.RULES)
         self.island = None if config.grid.islands is None else grid.group_rank(ISLAND)
-        self.outer = outer_of(config, ops, self.flats, self.comms)
+        self.outer: OneIsland | Outer = OneIsland()
+        if config.grid.islands is not None:
+            self.outer = Outer(ops, self.flats, self.comms, config.train)
         self.loss_scale = LossScale(config.run)
         assert config.train.batch_size, "the Config is not resolved"
         self.num_tokens = config.train.batch_size * config.model.seq_len
@@ -239,7 +252,13 @@ class Worker:
         if not math.isfinite(total):
             raise self._not_finite(
                 f"step {step}: the update produced weights that are not finite: not saved",
-                non_finite.report(self, "weights", lambda flat: flat.pieces("master"), {}),
+                non_finite.report(
+                    self.comms,
+                    self.stages,
+                    "weights",
+                    lambda flat: flat.pieces("master"),
+                    {},
+                ),
             )
 
     def forward(
@@ -301,3 +320,29 @@ class Worker:
                 *where,
             ]
         )
+
+
+class OneIsland:
+    """All ranks take every step together: nothing is left to do at its end.
+
+    begun: whether islands have taken steps since they last met. interval: steps from one meeting to
+    the next.
+    """
+
+    begun = False
+    interval = 1
+
+    def begin(self) -> None:
+        """Prepare for a step."""
+
+    def meets(self, step: int) -> bool:
+        """Return whether all ranks have the same weights after a step."""
+        return True
+
+    def end(self, step: int, agreed: StepVotes) -> StepVotes:
+        """Finish a step; return what all ranks have decided. agreed: what this island has."""
+        return agreed
+
+    def in_place(self) -> AbstractContextManager[None]:
+        """Let layers read the weights that all ranks share inside the block."""
+        return nullcontext()

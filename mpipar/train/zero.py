@@ -109,14 +109,10 @@ class ShardedFlatParams(FlatParams):
         parts = self.group.size if self.is_sharded(kind) else 1
         return self.ops.zeros((self.total // parts,), dtype, label=label)
 
-    def piece(self, kind: str, number: int) -> Array:
-        """Return this rank's piece of a segment in a buffer."""
-        slices = self.shard_slices if self.is_sharded(kind) else self.local_slices
-        return self.buffer(kind)[slices[number]]
-
     def pieces(self, kind: str) -> list[Array]:
         """Return this rank's piece of each segment in a buffer."""
-        return [self.piece(kind, number) for number in range(len(self.local_slices))]
+        slices = self.shard_slices if self.is_sharded(kind) else self.local_slices
+        return [self.buffer(kind)[piece] for piece in slices]
 
     def sums(self) -> list[Array]:
         """Return where sums of this rank's pieces arrive: at the beginning of each segment."""
@@ -160,13 +156,6 @@ class ShardedFlatParams(FlatParams):
         """Return the layer of a segment's first parameter, as in block3, to name a barrier."""
         name: str = self.params_in(self.segments[number].run)[0].name
         return name.split(".", maxsplit=1)[0]
-
-    def updated(self, number: int) -> list[Pending]:
-        """Start to gather a segment of whole data, of which each rank has updated its piece.
-
-        Comm: with level 1, one all_gather over the data group.
-        """
-        return [] if self.level == 3 else [self.gather(number)]
 
     def gather(self, number: int) -> Pending:
         """Start to gather a segment of whole data. Comm: one all_gather over the data group."""

@@ -32,7 +32,7 @@ from mpipar.run.process import mpi, watchdog
 from mpipar.run.process.session import Session, guard
 from mpipar.study import report
 from mpipar.train.gradsync import GradSync
-from mpipar.train.optimizer import Optimizer
+from mpipar.train.optim import Optimizer
 from mpipar.train.worker import Worker
 
 NAME, _, NUMBER = sys.argv.pop(1).partition("@")

@@ -108,12 +108,12 @@ class Linear(ABC):
     @property
     def b(self) -> Array | None:
         """The bias (N,) or, where it is cut, (N/q,)."""
-        return self.biases[0].span(self.biases[-1], "data") if self.biases else None
+        return self._span(self.biases, "data") if self.biases else None
 
     @property
     def db(self) -> Array | None:
         """The gradient of `b`."""
-        return self.biases[0].span(self.biases[-1], "grad") if self.biases else None
+        return self._span(self.biases, "grad") if self.biases else None
 
     def _plus_bias(self, y: Array) -> Array:
         """Return y plus the bias that is whole on every rank: once, after the barrier."""
@@ -121,5 +121,13 @@ class Linear(ABC):
         return y if b is None else self.ops.bias_forward(y, b)
 
     def _matrix(self, kind: str) -> Array:
-        matrix = self.weights[0].span(self.weights[-1], kind).reshape(self._in_memory)
+        matrix = self._span(self.weights, kind).reshape(self._in_memory)
         return matrix if self._in_first else matrix.T
+
+    def _span(self, params: list[Param], kind: str) -> Array:
+        """Return a view of the flat buffer from the first parameter's numbers to the last one's."""
+        first, last = params[0], params[-1]
+        buffer, start = first.bound.get(kind) or getattr(first, kind)
+        same, place = last.bound[kind]
+        assert same is buffer, (first.name, last.name)
+        return buffer[start : place + last.size]

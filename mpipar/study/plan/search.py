@@ -27,7 +27,7 @@ from mpipar.study.plan.job import SPREAD, Layout, Shape, Stack, config_of
 from mpipar.study.plan.machine import Machine, load_machine
 from mpipar.study.plan.memory import GIB, Memory, by_rank, fullest, in_flight, on_shapes
 from mpipar.study.plan.model import Block, Step, block_of, meeting_seconds, met, step_of, step_time
-from mpipar.train.optimizer import rules_of
+from mpipar.train.optim import rules_of
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")

@@ -12,7 +12,7 @@ from mpipar.run import compared
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
-from mpipar.train.decisions import StepVotes
+from mpipar.train.gradsync import StepVotes
 
 FACTS = {"config": "", "data": {}}
 HERE = [(layout, "1f1b") for layout in LAYOUTS[WORLD.size]]

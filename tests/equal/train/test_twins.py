@@ -43,7 +43,7 @@ from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.pipeline.engine import Engine
 from mpipar.run.data import rows as data_rows
 from mpipar.train.gradsync import GradSync
-from mpipar.train.optimizer import Optimizer
+from mpipar.train.optim import Optimizer
 from mpipar.train.zero import (
     FullyShardedUnits,
     ReduceScatterGradSync,

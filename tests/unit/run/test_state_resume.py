@@ -13,7 +13,7 @@ from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
 from mpipar.run.data.rows import Rows
-from mpipar.train.decisions import LossScale
+from mpipar.train.gradsync import LossScale
 
 TOKENS = np.random.default_rng(7).integers(0, 29, 500).astype(np.uint8)
 # float16 overflows in the first steps here.

@@ -16,8 +16,7 @@ from mpipar.layers.loss import CrossEntropy
 from mpipar.run.data.rows import Rows
 from mpipar.run.files.settings import to_toml, values_of
 from mpipar.run.resume import resumed
-from mpipar.train.decisions import LossScale
-from mpipar.train.gradsync import GradSync
+from mpipar.train.gradsync import GradSync, LossScale
 from mpipar.train.optim import (
     DECAY_RATIO,
     Sgd,
@@ -125,7 +124,7 @@ def test_halves_at_an_overflow_and_doubles_after_enough_good_steps():
     scale.interval = 3
     seen = []
     for overflow in [0, 0, 1, 0, 0, 0, 0, 0, 0, 1]:
-        scale.update(bool(overflow))
+        scale.decide(1, math.inf if overflow else 1.0)
         seen.append(scale.value)
     assert seen == [1024, 1024, 512, 512, 512, 1024, 1024, 1024, 2048, 1024]
     assert scale.skipped == 2
@@ -134,8 +133,8 @@ def test_halves_at_an_overflow_and_doubles_after_enough_good_steps():
 def test_types_with_the_range_of_float32_have_none():
     for dtype in ("float32", "float64", "bfloat16"):
         scale = scale_of(dtype=dtype)
-        scale.update(True)
-        assert (scale.value, scale.dynamic, scale.can_skip()) == (1.0, False, False)
+        assert scale.decide(1, math.inf) == (1, None, False)
+        assert (scale.value, scale.dynamic) == (1.0, False)
     assert scale_of(dtype="float16").value == LossScale.FIRST
 
 
