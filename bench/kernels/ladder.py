@@ -35,12 +35,7 @@ class Products:
 
     def rung(self, rung: str) -> TileGemm:
         """Return the product by one rung with its default tiles."""
-        return TileGemm(
-            self.loader,
-            lambda layout, dtype, out_dtype, rows, columns: rungs.gemm(
-                rung, layout, dtype, out_dtype
-            ),
-        )
+        return TileGemm(self.loader, partial(rungs.gemm, rung))
 
     def timed(self, name, gemm, a, b, expected) -> tuple[float, float]:
         """Return the seconds on device and host of gemm(a, b), whose result must be `expected`."""

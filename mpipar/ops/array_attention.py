@@ -201,6 +201,7 @@ class AttentionFormulas(Arrays):
 
     def _softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> Array:
         """Return the gradient of the products q k^T."""
+        probs = probs.astype(dprobs.dtype, copy=False)
         return probs * (dprobs - (probs * dprobs).sum(axis=-1, keepdims=True)) * factor
 
     def _weighted(self, probs: Array, v: Array, dtype: DTypeLike) -> Array:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
@@ -13,8 +12,8 @@ from numpy.typing import DTypeLike
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.arrays import as_rows
 from mpipar.ops.cuda.embedding import EmbeddingOps
-from mpipar.ops.cuda.gemm import BlasGemm, TileGemm, fitting
-from mpipar.ops.cuda.kernels import Loader, num_processors
+from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
+from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.cupy_copies import Copies
 from mpipar.ops.signature import Array, Shape
 
@@ -65,7 +64,7 @@ class CupyOps(EmbeddingOps):
         )
         self._gemm: Callable[..., None] = self._blas
         if gemm == "tile":
-            self._tile_gemm = TileGemm(Loader(self.xp), partial(fitting, num_processors(self.xp)))
+            self._tile_gemm = TileGemm(Loader(self.xp))
             self._gemm = self._by_width
 
     def _by_width(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:

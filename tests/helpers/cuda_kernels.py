@@ -19,11 +19,10 @@ def source(file):
 def of_products():
     """Return file -> name expressions of what `--gemm tile` and the benchmark run."""
     chosen = [rungs.gemm(rung, "NN") for rung in rungs.RUNGS if rung != "mma"]
-    for tiles in (own.LARGE, own.SMALL):
-        for dtype in ("bfloat16", "float16"):
-            # Weight gradients are float32, and so is the array they are added to.
-            types = {"NN": dtype, "NT": dtype, "TN": "float32"}
-            chosen += [own.gemm(layout, dtype, types[layout], tiles) for layout in own.LAYOUTS]
+    for dtype in ("bfloat16", "float16"):
+        # Weight gradients are float32, and so is the array they are added to.
+        types = {"NN": dtype, "NT": dtype, "TN": "float32"}
+        chosen += [own.gemm(layout, dtype, types[layout]) for layout in own.LAYOUTS]
     files = {}
     for kernel in chosen:
         files.setdefault(kernel.file, []).append(kernel.name)
@@ -49,9 +48,6 @@ def of_chains():
         for out in dict.fromkeys(("float32", dtype))
     )
     files["cross_entropy.cu"] += ("cross_entropy_combine",)
-    files["softmax.cu"] = tuple(
-        fused.by_row(f"causal_softmax_{way}", "float32") for way in ("forward", "backward")
-    )
     files["adamw.cu"] = (
         "adamw",
         *(fused.by_type("adamw_with_copy", dtype) for dtype in DTYPES[1:]),

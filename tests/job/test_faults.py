@@ -252,9 +252,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_ends_all(layout, tmp_path):
         r"step 3: loss \d\S*, gradient norm nan: stopped before the update; .*--lr", block
     )
     place = f"{layout[:2]}1"
-    assert re.search(
-        rf"gradient of \S+: 1 number is not finite, first \[.*\]: on rank 1 \({place}", block
-    ), block
+    assert re.search(rf"gradient of \S+ is not finite on rank 1 \({place}", block), block
     assert [line["step"] for line in metrics(folder)] == [1, 2]
     assert not (folder / "weights" / "model.safetensors").exists()
 
@@ -264,7 +262,7 @@ def test_a_gradient_that_is_not_finite_in_one_island_ends_all(tmp_path):
     """The other island goes on until they would meet, and must not wait there."""
     folder, flags = tmp_path / "run", "--layout dp=2 --islands 2 --outer-interval 5"
     block = faulty("nan", 79, *flags.split(), folder=folder, said=["stopped before the update"])
-    assert re.search(r"gradient of \S+: 1 number is not finite.*: on rank 1 \(island1\)", block)
+    assert re.search(r"gradient of \S+ is not finite on rank 1 \(island1\)", block)
     assert metrics(folder)[-1]["step"] < 5
     assert not list(folder.rglob("*.safetensors"))
 
@@ -295,7 +293,7 @@ def test_weights_that_an_update_ruined_are_not_saved(interval, tmp_path):
         folder=folder,
         said=["step 1: the update produced weights that are not finite: not saved"],
     )
-    assert re.search(r"weights of \S+: \d+ numbers are not finite, first \[.*\]: on rank 0 ", block)
+    assert re.search(r"weights of \S+ is not finite on rank 0 ", block)
     assert [line["step"] for line in metrics(folder)] == [1]
     assert not list(folder.rglob("*.safetensors"))
 

@@ -1,8 +1,8 @@
 """Causal attention on a GPU in tiles, which keep two numbers per query: no score is in memory.
 
 float32 arrays use plain multiply-adds, bfloat16 and float16 use tensor cores. Sums and `stats` are
-float32. Letters as in `array_ops`. If heads are wider than MOST_WIDTH, the plain formula with whole
-scores is used; there, scores are float32 until they are probabilities.
+float32. Letters as in `array_ops`. Heads wider than MOST_WIDTH get the plain formula with whole
+scores, which are float32 until they are probabilities.
 """
 
 from collections.abc import Sequence

@@ -345,33 +345,6 @@ class FusedOps(AttentionOps):
         )
         return logits
 
-    # Softmax of attention's scores, of heads that are too wide for a tile.
-
-    def _causal_softmax(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:
-        self._rows(
-            "softmax.cu",
-            "causal_softmax_forward",
-            scores,
-            len(q_pos),
-            self._ids(q_pos),
-            self._ids(k_pos),
-            float(factor),
-            self._in_place(scores),
-        )
-        return scores
-
-    def _softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> Array:
-        assert dprobs.dtype == np.float32, dprobs.dtype
-        self._rows(
-            "softmax.cu",
-            "causal_softmax_backward",
-            dprobs,
-            float(factor),
-            self._whole(probs.astype(np.float32, copy=False)),
-            self._in_place(dprobs),
-        )
-        return dprobs
-
     # Updates.
 
     def adamw_runs(

@@ -7,7 +7,7 @@ float64 for 64-bit ones. Both operands have the same type. `out` may be wider, a
 """
 
 from collections.abc import Callable, Sequence
-from math import ceil, prod
+from math import ceil
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -60,9 +60,8 @@ class BlasGemm:
 
     def compute_type(self, name: str) -> Any:
         """Return cuBLAS's name for the type of sums of operands of a type."""
-        if name == "float64":
-            return self._blas.CUBLAS_COMPUTE_64F
-        return self._blas.CUBLAS_COMPUTE_32F
+        blas = self._blas
+        return blas.CUBLAS_COMPUTE_64F if name == "float64" else blas.CUBLAS_COMPUTE_32F
 
     def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
@@ -128,7 +127,7 @@ class BlasGemm:
 
 LAYOUTS = ("NN", "NT", "TN")  # y = x w; dx = dy w^T; dw = x^T dy. None needs both transposed.
 PARAMETERS = "BM BN BK WM WN Stages"  # see gemm_mma.cu
-LARGE, SMALL = (128, 128, 32, 64, 32, 3), (64, 64, 32, 32, 32, 3)
+TILES = (128, 128, 32, 64, 32, 3)
 
 
 class Gemm(NamedTuple):
@@ -150,7 +149,7 @@ def template(kernel: str, types: Sequence[str], layout: str, tiles: Sequence[int
 
 
 def gemm(
-    layout: str, dtype: str, out_dtype: str | None = None, tiles: Sequence[int] = LARGE
+    layout: str, dtype: str, out_dtype: str | None = None, tiles: Sequence[int] = TILES
 ) -> Gemm:
     """Return the Gemm for operands of `dtype` (NumPy's name) and C of `out_dtype`."""
     rows, columns, steps, warp_rows, warp_columns, stages = tiles
@@ -167,18 +166,6 @@ def gemm(
     )
 
 
-def fitting(
-    num_processors: int, layout: str, dtype: str, out_dtype: str, rows: int, columns: int
-) -> Gemm:
-    """Return the Gemm for a C of rows x columns.
-
-    If C has fewer large tiles than the device has processors, small ones give more blocks.
-    """
-    large = gemm(layout, dtype, out_dtype)
-    enough = prod(grid(large, rows, columns)) >= num_processors
-    return large if enough else gemm(layout, dtype, out_dtype, SMALL)
-
-
 def grid(kernel: Gemm, rows: int, columns: int) -> tuple[int, int]:
     """Return the blocks that cover a C of rows x columns."""
     return ceil(rows / kernel.rows), ceil(columns / kernel.columns)
@@ -187,10 +174,10 @@ def grid(kernel: Gemm, rows: int, columns: int) -> tuple[int, int]:
 class TileGemm:
     """Products by our own kernels: out = a b or out += a b.
 
-    choose: (layout, operand type, result type, rows of out, columns of out) -> Gemm.
+    choose: (layout, operand type, result type) -> Gemm.
     """
 
-    def __init__(self, loader: Loader, choose: Callable[..., Gemm]) -> None:
+    def __init__(self, loader: Loader, choose: Callable[..., Gemm] = gemm) -> None:
         self._loader, self._choose = loader, choose
 
     def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
@@ -200,7 +187,7 @@ class TileGemm:
         a, b, out = checked(a, b, out)
         (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
         layout = "NT"[a_turned] + "NT"[b_turned]
-        kernel = self._choose(layout, a.dtype.name, out.dtype.name, *out.shape)
+        kernel = self._choose(layout, a.dtype.name, out.dtype.name)
         arguments = (*out.shape, a.shape[1], a, lda, b, ldb, float(accumulate), out, ldc)
         self._loader.launch(
             kernel.file,

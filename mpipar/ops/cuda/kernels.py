@@ -131,11 +131,6 @@ class Loader:
         return function
 
 
-def num_processors(xp: ModuleType) -> int:
-    """Return the number of streaming multiprocessors of the current device."""
-    return int(xp.cuda.Device().attributes["MultiProcessorCount"])
-
-
 class KernelOps(ArrayOps):
     """Array functions of a device, some of them by kernels that `loader` starts."""
 

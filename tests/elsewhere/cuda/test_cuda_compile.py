@@ -27,7 +27,6 @@ WIDE = {
     "columns.cu": "column_sums",
     "adamw.cu": "adamw",
     "cross_entropy.cu": "cross_entropy_(stats|backward)",
-    "softmax.cu": "softmax",
     "embedding.cu": "embedding_forward|position_forward|add_rows",
 }
 SUMS = "column_sums|slabs|stats"  # write a few numbers for what they read

@@ -197,12 +197,6 @@ def test_a_broken_twin_is_seen(part, file, edit):
     assert is_wrong(part, edited=file, edit=edit)
 
 
-@pytest.mark.shim
-def test_a_missing_barrier_of_the_softmax_is_seen(monkeypatch):
-    monkeypatch.setattr(HostOps, "tiled_head_width", 0)
-    assert is_wrong(ops_cases.attention, edited="softmax.cu", edit=BEFORE_READS)
-
-
 # One element too far, or one pack too far: with 33 columns a kernel takes single elements.
 ELEMENT = ("i < end; i += threads)", "i <= end; i += threads)")
 PACK = ("i < end; i += threads * Wide)", "i <= end; i += threads * Wide)")
