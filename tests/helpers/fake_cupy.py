@@ -1,17 +1,17 @@
-"""Replaces CuPy below the wires of several ranks: NumPy arrays that refuse to mix with host arrays.
+"""Replaces CuPy where MPI plays NCCL (fake_nccl.py): NumPy arrays, computed by the plain formulas.
 
-It proves which calls the device path makes, in which order, and that host and device memory are not
-mixed. It proves nothing about CUDA, and computes by the plain formulas: the real CuPy runs on the
-CUDA machine. `stream.busy` is true from any computation until the stream is synchronized. Copies on
-other streams run as late as CUDA allows (fake_streams.py).
+`default.busy` is true from any computation until the default stream is synchronized. A copy on
+another stream runs when its event is waited for, or one at each test of an event. What the real
+CuPy does, and what CUDA forbids, shows on the CUDA machine.
 """
 
 import ctypes
 import sys
 import time
 import types
+from collections import deque
+from typing import ClassVar
 
-import fake_streams
 import numpy as np
 
 from mpipar.ops.array_ops import ArrayOps
@@ -20,39 +20,65 @@ from mpipar.ops.cupy_ops import CupyOps
 __version__ = "14.2.0"  # the version that behaves like this
 
 
+class Copy:
+    """A copy on a stream. ready: what it waits for beside the copies before it is done."""
+
+    ready, done = True, False
+
+    def __init__(self, to, source):
+        self.to, self.source = to, source
+
+    def run(self):
+        self.to[...] = self.source
+        self.done = True
+
+
 class Stream:
-    """The default stream: what is computed there first waits for the events it was told of."""
+    """A queue of copies, and of the calls of NCCL."""
 
-    reads_host = False  # a copy from host memory is queued
-    ptr = 0
-    synchronized = 0
+    by_address: ClassVar[dict] = {}  # all streams
+    busy = False
 
-    def __init__(self):
-        self._busy, self._after = False, []
+    def __init__(self, non_blocking):
+        assert non_blocking, "this stream waits for the default one: nothing would overlap"
+        self.copies = deque()
+        self.ptr = len(self.by_address)
+        self.by_address[self.ptr] = self
 
-    @property
-    def busy(self):
-        return self._busy
-
-    @busy.setter
-    def busy(self, value):
-        after, self._after = self._after, []
-        for event in after:
-            event.synchronize()
-        self._busy = value
+    def copy(self, to, source):
+        self.copies.append(Copy(to, source))
 
     def wait_event(self, event):
-        self._after.append(event)
+        event.synchronize()
 
     def synchronize(self):
-        self.busy = self.reads_host = False
-        self.synchronized += 1
+        self.busy = False
 
     def record(self):
-        return Event()
+        return Event(self)
 
 
-stream = default = Stream()
+class Event:
+    """The end of all copies that are on the stream now."""
+
+    def __init__(self, stream):
+        self.stream, self.copies, self.time = stream, tuple(stream.copies), time.perf_counter()
+
+    @property
+    def done(self):
+        """Whether they have run; a look takes as long as a copy."""
+        if all(copy.done for copy in self.copies):
+            return True
+        if self.stream.copies[0].ready:
+            self.stream.copies.popleft().run()
+        return False
+
+    def synchronize(self):
+        while not all(copy.done for copy in self.copies):
+            self.stream.copies.popleft().run()
+
+
+default = Stream(non_blocking=True)
 
 
 class Memory:
@@ -62,53 +88,31 @@ class Memory:
         self.ptr = address
 
     def copy_from_device_async(self, source, size, stream):
-        to, x = (
-            np.frombuffer((ctypes.c_char * size).from_address(one.ptr), np.uint8)
-            for one in (self, source)
+        stream.copy(
+            *(
+                np.frombuffer((ctypes.c_char * size).from_address(one.ptr), np.uint8)
+                for one in (self, source)
+            )
         )
-        stream.copy(to, x, x)
 
 
 class DeviceArray(np.ndarray):
     """An array in 'device memory'."""
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
-        for x in (*inputs, *(out or ())):
-            if isinstance(x, np.ndarray) and x.ndim and not isinstance(x, DeviceArray):
-                raise TypeError(f"{ufunc.__name__}: a host array meets a device array")
-        stream.busy = True
-        plain = [x.view(np.ndarray) if isinstance(x, DeviceArray) else x for x in inputs]
+        default.busy = True
         if out is not None:
-            options["out"] = tuple(x.view(np.ndarray) for x in out)
-        result = getattr(ufunc, method)(*plain, **options)
-        if out is not None:
-            return out[0]
-        return device(result) if isinstance(result, np.ndarray) else result
+            options["out"] = tuple(map(on_host, out))
+        result = getattr(ufunc, method)(*map(on_host, inputs), **options)
+        return on_device(result) if out is None else out[0]
 
     def __array_function__(self, function, kinds, arguments, options):
-        stream.busy = True
-        return on_device(
-            function(
-                *map(on_host, arguments), **{key: on_host(value) for key, value in options.items()}
-            )
-        )
-
-    def __getitem__(self, key):
-        if isinstance(key, np.ndarray):
-            stream.busy = True  # not a view
-        return super().__getitem__(key)
-
-    def reshape(self, *shape):
-        found = super().reshape(*shape)
-        if np.may_share_memory(found, self) or not self.size:
-            return found
-        stream.busy = True  # a copy
-        return super().reshape(*shape)
+        default.busy = True
+        named = {key: on_host(value) for key, value in options.items()}
+        return on_device(function(*map(on_host, arguments), **named))
 
     def __setitem__(self, key, value):
-        if isinstance(value, np.ndarray) and value.ndim and not isinstance(value, DeviceArray):
-            raise TypeError("a host array is assigned to a device array")
-        stream.busy = True
+        default.busy = True
         super().__setitem__(key, value)
 
     @property
@@ -122,39 +126,17 @@ class DeviceArray(np.ndarray):
         return Memory(self.ctypes.data)
 
     def set(self, arr, stream=None):
-        """Queue the copy, like CuPy's `set`; it may not be done on return."""
-        assert not isinstance(arr, DeviceArray)
-        if stream is not None:
-            stream.copy(self.view(np.ndarray), arr, arr)
-            return
-        default.busy = default.reads_host = True
-        np.copyto(self.view(np.ndarray), arr)
+        if stream is None:
+            np.copyto(on_host(self), arr)
+        else:
+            stream.copy(on_host(self), arr)
 
     def get(self, stream=None, out=None, blocking=True):
-        assert not isinstance(out, DeviceArray)
-        if not blocking:
-            stream.copy(out, self.view(np.ndarray), out)
-            return
-        default.synchronize()
-        np.copyto(out, self.view(np.ndarray))
-
-
-def _queued(function, result=lambda x: x):
-    """The function, as a computation on the stream."""
-
-    def call(*arguments, **options):
-        stream.busy = True
-        return result(function(*arguments, **options))
-
-    return call
-
-
-for _name in ("astype", "copy", "sum", "max", "min", "mean", "argmax", "argsort"):
-    setattr(DeviceArray, _name, _queued(getattr(np.ndarray, _name)))
-
-
-def device(x):
-    return np.asarray(x).view(DeviceArray)
+        if blocking:
+            default.synchronize()
+            np.copyto(out, on_host(self))
+        else:
+            stream.copy(out, on_host(self))
 
 
 def on_host(x):
@@ -168,12 +150,12 @@ def on_device(x):
     """The same memory as device arrays, in lists and tuples too."""
     if isinstance(x, list | tuple):
         return type(x)(map(on_device, x))
-    return device(x) if isinstance(x, np.ndarray) else x
+    return x.view(DeviceArray) if isinstance(x, np.ndarray) else x
 
 
 def asnumpy(x):
-    stream.synchronize()
-    return np.array(x.view(np.ndarray))
+    default.synchronize()
+    return np.array(on_host(x))
 
 
 def no_kernel(*arguments, **options):
@@ -181,48 +163,14 @@ def no_kernel(*arguments, **options):
 
 
 RawModule = ReductionKernel = ElementwiseKernel = no_kernel
-
-
-class Event:
-    """An event; here everything queued before it is done at once."""
-
-    def __init__(self):
-        self.record()
-
-    def record(self):
-        self.time = time.perf_counter()
-
-    def synchronize(self):
-        stream.synchronize()
-
-
-def elapsed_ms(start, stop):
-    return 1e3 * (stop.time - start.time)
-
-
-def alloc_pinned_memory(nbytes):
-    """Pinned memory. CuPy's pool reuses returned memory first, so no queued copy may still read."""
-    assert not stream.reads_host, "page-locked memory is given away while a copy still reads it"
-    return fake_streams.Pinned(nbytes)
-
-
-def get_default_memory_pool():
-    return types.SimpleNamespace(total_bytes=lambda: 1)
-
-
 cuda = types.SimpleNamespace(
-    get_current_stream=lambda: stream,
-    alloc_pinned_memory=alloc_pinned_memory,
+    get_current_stream=lambda: default,
+    alloc_pinned_memory=bytearray,
     Device=lambda number=0: types.SimpleNamespace(
-        id=number,
-        use=lambda: None,
-        pci_bus_id="0000:3B:00.0",
-        compute_capability="90",
-        attributes={"MultiProcessorCount": 3, "L2CacheSize": 256},
+        id=number, use=lambda: None, pci_bus_id="0000:3B:00.0", compute_capability="90"
     ),
-    Event=Event,
-    Stream=fake_streams.Stream,
-    get_elapsed_time=elapsed_ms,
+    Stream=Stream,
+    get_elapsed_time=lambda start, stop: 1e3 * (stop.time - start.time),
     runtime=types.SimpleNamespace(
         getDeviceCount=lambda: 1,
         runtimeGetVersion=lambda: 0,  # of which there is no cuBLASLt
@@ -232,18 +180,20 @@ cuda = types.SimpleNamespace(
     cublas=None,
     device=None,
 )
-ndarray = DeviceArray
 
 
-zeros, ones, full, arange, asarray, ascontiguousarray, array = (
-    _queued(getattr(np, name), device)
-    for name in ("zeros", "ones", "full", "arange", "asarray", "ascontiguousarray", "array")
+def get_default_memory_pool():
+    return types.SimpleNamespace(total_bytes=lambda: 1)
+
+
+def _made(name):
+    """A function of NumPy that makes an array."""
+    return lambda *arguments, **options: on_device(getattr(np, name)(*arguments, **options))
+
+
+empty, zeros, ones, full, arange, asarray, ascontiguousarray, array = map(
+    _made, "empty zeros ones full arange asarray ascontiguousarray array".split()
 )
-
-
-def empty(*arguments, **options):
-    """New memory: nothing is computed."""
-    return device(np.empty(*arguments, **options))
 
 
 def __getattr__(name):
@@ -268,7 +218,6 @@ COMPUTED = (
 def put_in(monkeypatch):
     """Let `import cupy` find this module, and `CupyOps` compute by the plain formulas."""
     monkeypatch.setitem(sys.modules, "cupy", sys.modules[__name__])
-    fake_streams.Stream.queued.clear()  # what a broken twin has left
     monkeypatch.setattr(CupyOps, "takes_16_bits", ())
     for name in COMPUTED:
         monkeypatch.setattr(CupyOps, name, getattr(ArrayOps, name))

@@ -13,7 +13,6 @@ import time
 from collections import deque
 
 import fake_cupy
-import fake_streams
 import numpy as np
 from mpi4py import MPI
 
@@ -90,7 +89,7 @@ class Gpu:
         threading.Thread(target=self.run, daemon=True).start()
 
     def post(self, address, call):
-        stream = fake_streams.Stream.by_address[address]
+        stream = fake_cupy.Stream.by_address[address]
         stream.copies.append(call)
         with self.changed:
             self.queues.setdefault(address, deque()).append(call)

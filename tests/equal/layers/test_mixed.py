@@ -29,7 +29,6 @@ from small_model import (
     tokens,
     worker_and_step,
 )
-from test_device_transports import cuda_aware  # noqa: F401 (a fixture)
 
 from mpipar.comm.group import Comm
 from mpipar.comm.half_precision import HalfPrecisionTransport
@@ -92,18 +91,6 @@ def test_experts_equal_one_rank(layout, dtype, monkeypatch):
     """Routers compute in float32, so that every layout chooses the same experts."""
     poison_unwritten(monkeypatch)
     assert_equals_one_rank(small_config(layout, dtype=dtype, model=EXPERTS, ep=2))
-
-
-@pytest.mark.ranks(1, 2, 4)
-@pytest.mark.usefixtures("cuda_aware")
-@pytest.mark.parametrize("layout", HERE[-2:], ids=str)
-def test_device_path_equals_one_rank(layout, dtype):
-    """It uses plain kernels: each process would compile the fused ones for the CPU again."""
-    assert_equals_one_rank(
-        small_config(
-            layout, layers=layout[1] + 1, rows_per_mb=1, dtype=dtype, device="cuda", kernels="plain"
-        )
-    )
 
 
 def sum_dropped_in_a_layer(plain, self, x, name, op="sum"):
