@@ -50,6 +50,7 @@ def tiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     """
     function, takes_out = FUNCTIONS[formula.__name__], "out" in signature(formula).parameters
     names, makes = [part.name for part in function.takes], bool(function.makes)
+    needed = {part.name for part in function.takes if not part.optional}
     # (argument, letters of one of its rows) of those that have rows
     parts = [(part, (part.dims or ())[1:]) for part in function.takes if part.by_row]
     letters = (function.gives[0].dims or ())[1:] if takes_out else ()  # of a row of `out`
@@ -57,6 +58,8 @@ def tiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(formula)
     def method(self: ArrayOps, *arguments: Any, **named: Any) -> Any:
         given = dict(zip(names, arguments, strict=False)) | named
+        if len(given) != len(arguments) + len(named) or not needed <= given.keys():
+            function.bind(arguments, named)  # which says what is wrong
         by_row = [
             (part, x, x.ndim - len(inner))
             for part, inner in parts

@@ -1,10 +1,9 @@
 """Every cut of a product equals the whole one: results and both gradients.
 
-Bytes and memory equal the formulas, and planted bugs are caught.
+Bytes equal the formulas, and planted bugs are caught.
 """
 
 import runpy
-import tracemalloc
 from contextlib import contextmanager
 
 import numpy as np
@@ -12,9 +11,8 @@ import pytest
 from helpers import REPOSITORY
 from small_model import WORLD, comms_of, cpu
 
-from bench.matmul import MESH_CUTS, PHASES, CutProduct, Sizes, cases, connect, whole
+from bench.matmul import PHASES, CutProduct, Sizes, cases, connect, whole
 from docs.build.commands import FILE
-from mpipar import ops as ops_module
 from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms, Options
@@ -184,100 +182,6 @@ def test_bytes_on_the_wire_follow_the_formula(case, sizes):
     }[case[0]]
     calls = tuple(totals.get((phase,), Sums()).calls for phase in PHASES)
     assert calls == (barriers if WORLD.size > 1 else (0, 0, 0))
-
-
-def shape_run(case, sizes):
-    """Run the cut on shapes: product, recorder, and bytes above the blocks held, by phase."""
-    recorder = Recorder()
-    ops = ops_module.make("shapes", "float64", recorder)
-    comms, mesh = connect(*case, WORLD.rank, ops, recorder)
-    product = CutProduct(ops, recorder, case[0], comms, mesh, sizes)
-    product.take(whole(sizes, "float64"))
-    extra = []
-    for phase in PHASES:
-        before = sum(ops.live.values())
-        ops.reset_peak()
-        product.run(phase)
-        extra.append(sum(ops.peak.values()) - before)
-    return product, recorder, extra
-
-
-@pytest.mark.parametrize("sizes", [SIZES[0], SIZES[2]], ids=str)
-@pytest.mark.parametrize("case", HERE, ids=str)
-def test_shapes_only_run_predicts_every_record(case, sizes):
-    _, recorder = run(case, sizes)
-    _, predicted, _ = shape_run(case, sizes)
-    assert [one[3:] for one in recorder.records] == [one[3:] for one in predicted.records]
-    fields = "axis", "operation", "phase"
-    real, shapes = recorder.totals(*fields), predicted.totals(*fields)
-    assert {key: value.payload_bytes for key, value in real.items()} == {
-        key: value.payload_bytes for key, value in shapes.items()
-    }
-
-
-MEMORY_SIZES = Sizes(1, 192, 239, 335)  # the last rank's channels are padded
-
-
-def memory_of(case, product):
-    """Bytes above the blocks of x, w and dy (dw) at the peak of each function: the formulas."""
-    cut, q, _ = case
-    x, w, y = local_sizes(product)
-    side, pieces = q - 1, min(2, q - 1)  # pieces of a ring that belong to other ranks
-    last_row, last_column, place = (
-        (product.mesh.row.index, product.mesh.column.index, 0)
-        if cut in MESH_CUTS
-        else (side, side, product.comm.index)
-    )
-    x_part, y_part = (1 + (last < side) for last in (last_row, last_column))
-    w_panel, x_panel = w * (q > 1), x * (q > 1)
-    x_piece, y_piece = piece_sizes(product)
-    # This rank's channels of a whole array are copied where they need padding.
-    x_copy, y_copy = (
-        nbytes * ((place + 1) * width > length)
-        for nbytes, width, length in zip(
-            (x_piece, y_piece), product.w.shape, product.sizes[2:], strict=True
-        )
-    )
-    if q == 1 and cut not in MESH_CUTS:
-        return None
-    return {
-        "column": (y, x, 0),
-        "row": (y, x, 0),
-        # the pieces as they come and side by side
-        "gather": (q * y_piece + y, y_copy + x, y_copy),
-        "reduce": (x_copy + y, q * x_piece + x, x_copy),
-        # all tokens as they come and side by side; or side by side and the result
-        "column_sp": (q * x + max(q * x, y), 2 * q * x + x, 2 * q * x),
-        "row_sp": (2 * q * y + y, q * y + max(q * y, x), 0),
-        # y and one piece's product beside the pieces; a sum going, a sum coming, a part being made
-        "column_ring": (y + pieces * x + y // q, (3 if side else 2) * x, (q + pieces) * x),
-        "row_ring": ((3 if side else 2) * y, x + q * y + pieces * y + x // q, 0),
-        # a block of each that travels; a result being made, and perhaps the finished own one
-        "2d": (y + x_panel + w_panel, w_panel + x_part * x, x_panel + y_part * w),
-        "2.5d": (y + x_panel + w_panel, w_panel + x_part * x, x_panel + (1 + y_part) * w),
-    }[cut]
-
-
-@pytest.mark.parametrize("case", HERE, ids=str)
-def test_memory_follows_the_formula(case):
-    """Shapes give it exactly; measured bytes are within 5 % and 64 KiB for Python objects."""
-    product, _, extra = shape_run(case, MEMORY_SIZES)
-    expected = memory_of(case, product)
-    if expected is None:
-        return
-    assert tuple(extra) == expected
-    with connected(case, MEMORY_SIZES) as product:  # the ops have their tile buffers
-        del product.y, product.dx
-        tracemalloc.start(1)
-        measured = []
-        for phase in PHASES:
-            before = tracemalloc.get_traced_memory()[0]
-            tracemalloc.reset_peak()
-            product.run(phase)
-            measured.append(tracemalloc.get_traced_memory()[1] - before)
-        tracemalloc.stop()
-    for have, want in zip(measured, expected, strict=True):
-        assert 0.95 * want <= have <= 1.05 * want + 2**16, (measured, expected)
 
 
 def pair_of_layers(comms, cuts):
