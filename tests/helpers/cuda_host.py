@@ -7,9 +7,8 @@ NumPy arrays are passed as pointers, whatever their strides, and changed in plac
 passed as `kernels.SCALARS` says, anything else as a NumPy scalar of the parameter's type.
 `kernels.source` assembles the sources, with cuda_shim/mma.cuh in place of the file with inline PTX.
 
-run_kernel runs a block's threads as fibers, in this process. run_sanitized runs them as OS threads
-in a separate process under ThreadSanitizer or AddressSanitizer, and returns its output. `edit` is a
-pair (old, new) of texts: the kernel runs with that change, which must be caught.
+run_kernel runs a block's threads as fibers, in this process. `edit` is a pair (old, new) of texts:
+the kernel runs with that change, which must be caught.
 """
 
 import atexit
@@ -29,28 +28,18 @@ from bench.kernels import rungs
 from mpipar.ops.cuda import kernels
 
 SHIM = Path(__file__).parent / "cuda_shim"
-LIMIT = 120  # seconds for the compiler, and for a program under a sanitizer
+LIMIT = 120  # seconds for the compiler
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"]
-MODES = {
-    # Libraries share nothing: each has its own shared memory and its own threads.
-    # Fortified longjmp refuses to leave one stack for another.
-    "fibers": [
-        "-O1",
-        "-U_FORTIFY_SOURCE",
-        "-shared",
-        "-fPIC",
-        "-fvisibility=hidden",
-        "-fno-gnu-unique",
-    ],
-    "thread": ["-O1", "-g", "-DSHIM_THREADS", "-fsanitize=thread"],
-    "address": [
-        "-O1",
-        "-g",
-        "-DSHIM_THREADS",
-        "-fsanitize=address,undefined",
-        "-fno-sanitize-recover",
-    ],
-}
+# Libraries share nothing: each has its own shared memory and its own threads.
+# Fortified longjmp refuses to leave one stack for another.
+FLAGS = [
+    "-O1",
+    "-U_FORTIFY_SOURCE",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-gnu-unique",
+]
 
 
 class KernelError(Exception):
@@ -71,7 +60,7 @@ def build_folder():
     return Path(os.environ["MPIPAR_SHIM_FOLDER"])
 
 
-def compile_host(file, names, mode="fibers", edit=None):
+def compile_host(file, names, edit=None):
     """Return the path of the compiled program or library with these instantiations of a file."""
     text = kernels.source(file, (SHIM, *rungs.FOLDERS))
     if edit is not None:
@@ -83,44 +72,44 @@ def compile_host(file, names, mode="fibers", edit=None):
         f"static const shim::Entry entries[] = {{{entries}}};\n"
         f'#include "shim_main.h"\n'
     )
-    return _compiled(text, mode)
+    return _compiled(text)
 
 
 @functools.cache
-def _compiled(text, mode):
-    target = _place(mode, text)
+def _compiled(text):
+    target = _place(text)
     if not target.exists():
-        _build(target, ".cpp", text, mode, [f"-I{_parsed_shim(mode)}", f"-I{SHIM}"])
+        _build(target, ".cpp", text, [f"-I{_parsed_shim()}", f"-I{SHIM}"])
     return target
 
 
 @functools.cache
-def _place(mode, text):
+def _place(text):
     """The path of the program compiled from this text; a change of the shim changes it too."""
     shim = "".join(path.read_text() for path in sorted(SHIM.iterdir()))
-    return build_folder() / hashlib.sha256(f"{mode}{shim}{text}".encode()).hexdigest()[:16]
+    return build_folder() / hashlib.sha256(f"{shim}{text}".encode()).hexdigest()[:16]
 
 
 @functools.cache
-def _parsed_shim(mode):
-    """A folder with shim.h parsed once for this mode: most of what g++ does for a kernel."""
-    header = _place(mode, "") / "shim.h.gch"
+def _parsed_shim():
+    """A folder with shim.h parsed once: most of what g++ does for a kernel."""
+    header = _place("") / "shim.h.gch"
     if not header.exists():
         header.parent.mkdir(exist_ok=True)
         text = (SHIM / "shim.h").read_text()
-        _build(header, ".h", text, mode, [f"-I{SHIM}", "-w", "-x", "c++-header"])
+        _build(header, ".h", text, [f"-I{SHIM}", "-w", "-x", "c++-header"])
     return header.parent
 
 
-def _build(target, suffix, text, mode, options):
+def _build(target, suffix, text, options):
     """Compile, unless another process does so now: it holds the lock until the target is there."""
     with target.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            _compile(target, suffix, text, mode, options)
+            _compile(target, suffix, text, options)
 
 
-def _compile(target, suffix, text, mode, options):
+def _compile(target, suffix, text, options):
     own = target.with_suffix(f".{os.getpid()}")  # a compiler that is killed leaves no target
     source = own.with_suffix(f"{own.suffix}{suffix}")
     source.write_text(text)
@@ -128,7 +117,7 @@ def _compile(target, suffix, text, mode, options):
         "g++",
         "-std=c++20",
         *WARNINGS,
-        *MODES[mode],
+        *FLAGS,
         *options,
         str(source),
         "-o",
@@ -197,19 +186,3 @@ def counter(file, name, edit):
     A ctypes object with a `value`; it is that of the program that run_kernel runs.
     """
     return ctypes.c_longlong.in_dll(_library(compile_host(file, (name,), edit=edit)), "counted")
-
-
-def run_sanitized(sanitizer, file, name, grid, block, args, shared_bytes=0, *, edit=None):
-    """Run one kernel under the "thread" or "address" sanitizer; return (exit code, output).
-
-    The arrays keep their values: results come from run_kernel.
-    """
-    program = compile_host(file, (name,), sanitizer, edit)
-    blob = [
-        f"{name}\n{' '.join(map(str, _shape(grid, block)))} {shared_bytes} {len(args)}\n".encode()
-    ]
-    for one, value in zip(args, _scalars(args), strict=True):
-        blob.append(f"{int(isinstance(one, np.ndarray))} {value.nbytes}\n".encode())
-        blob.append(value.tobytes())
-    done = subprocess.run([program], input=b"".join(blob), capture_output=True, timeout=LIMIT)
-    return done.returncode, done.stderr.decode()

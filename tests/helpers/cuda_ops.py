@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
-from cuda_host import run_kernel, run_sanitized
+from cuda_host import run_kernel
 
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda.fused import FusedOps
@@ -31,22 +31,17 @@ def poisoned(shape, dtype=np.float64):
 class HostLoader:
     """Starts kernels on the CPU, as `kernels.Loader` does on a GPU.
 
-    order: 1 or -1, the order of threads. sanitizer: run each kernel under it as well, with `edit`
-    made to the file `edited`; `reports` holds (kernel, exit code, text). started: their names.
+    order: 1 or -1, the order of threads. edit: made to the file `edited`. started: their names.
     """
 
-    def __init__(self, order=1, sanitizer=None, edited=None, edit=None):
-        self.order, self.sanitizer, self.edited, self.edit = order, sanitizer, edited, edit
-        self.reports, self.started = [], []
+    def __init__(self, order=1, edited=None, edit=None):
+        self.order, self.edited, self.edit = order, edited, edit
+        self.started = []
 
     def launch(self, file, name, grid, block, arguments, shared_bytes=0):
         edit = self.edit if file == self.edited else None
-        call = file, name, grid, block, arguments, shared_bytes
         self.started.append(name)
-        if self.sanitizer is not None:
-            self.reports.append((name, *run_sanitized(self.sanitizer, *call, edit=edit)))
-            edit = None
-        run_kernel(*call, order=self.order, edit=edit)
+        run_kernel(file, name, grid, block, arguments, shared_bytes, order=self.order, edit=edit)
 
 
 class Shifted(FusedOps):

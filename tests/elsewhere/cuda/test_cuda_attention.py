@@ -265,28 +265,3 @@ def test_number_of_products(rng, kernel, products):
     seen = (first + rows) // columns if products == 2 else (TOKENS - first) // columns
     each = rows * columns * chosen.width // (16 * 8 * 16)
     assert count == 32 * products * each * seen.sum()
-
-
-@pytest.mark.shim
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("sanitizer", "message", "edit"),
-    [
-        ("thread", "data race", NO_BARRIER[0][1]),
-        ("address", "heap-buffer-overflow", ("if (i < to.tokens && j", "if (i <= to.tokens && j")),
-    ],
-)
-def test_a_sanitizer_sees_the_broken_twin(rng, sanitizer, message, edit):
-    case = in_order(rng, 34, 1, 32, "float32")
-    qkv = map(np.ascontiguousarray, case.qkv)  # the program gets each array alone
-    arguments = *qkv, case.q_pos, case.k_pos
-
-    def reports(**edited):
-        loader = HostLoader(sanitizer=sanitizer, **edited)
-        HostOps(loader).attention_forward(*arguments)
-        return loader.reports
-
-    assert all(code == 0 and text == "" for _, code, text in reports())
-    broken = [text for _, code, text in reports(edited=FORWARD, edit=edit) if code]
-    assert broken
-    assert all(message in text for text in broken)

@@ -102,28 +102,6 @@ def test_what_spills_is_seen():
 
 
 @pytest.mark.nvrtc
-def test_an_array_outside_registers_is_seen():
-    source = """
-    template <int Values> __global__ void looks_up(float *x, int at) {
-        float values[Values];
-        for (int i = 0; i < Values; ++i) values[i] = x[i];
-        for (int i = 0; i < Values; ++i) x[i] = values[(i * at) % Values];
-    }
-    """
-    _, usage = nvrtc.Nvrtc().compile(source, ["looks_up<64>"], "sm_80")
-    assert usage["looks_up<64>"].stack_bytes == 256
-    assert usage["looks_up<64>"].spill_bytes == 0
-
-
-@pytest.mark.nvrtc
-def test_what_does_not_compile_is_said():
-    with pytest.raises(RuntimeError, match="undefined"):
-        nvrtc.Nvrtc().compile(
-            "template <int N> __global__ void f() { nothing(N); }", ["f<1>"], "sm_90"
-        )
-
-
-@pytest.mark.nvrtc
 def test_table_of_the_ladder(tmp_path, capsys):
     path = tmp_path / "kernels.json"
     assert bench_kernels.main(["--json", str(path)], None) == 0

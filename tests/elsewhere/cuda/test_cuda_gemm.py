@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from cuda_host import run_kernel, run_sanitized
+from cuda_host import run_kernel
 from cuda_kernels import KERNELS
 
 from bench.kernels import rungs
@@ -177,7 +177,6 @@ TWINS = {
         ("        wait_copies<Stages - 2>();\n", ""),
     ],
 }
-STEP_TOO_FAR = ("row >= M ||", "row > M ||")
 
 
 def tiny(rng, rung):
@@ -201,27 +200,3 @@ def test_missing_barrier_gives_wrong_results(rng, rung, number):
         run_kernel(*product.launch(kernel), order=order, edit=TWINS[rung][number])
         wrong.append(not product.error() <= product.bound)
     assert any(wrong)
-
-
-@pytest.mark.shim
-@pytest.mark.slow
-@pytest.mark.parametrize("rung", ["shared", "mma"])
-def test_thread_sanitizer(rng, rung):
-    kernel, product = tiny(rng, rung)
-    assert run_sanitized("thread", *product.launch(kernel)) == (0, "")
-    code, text = run_sanitized("thread", *product.launch(kernel), edit=TWINS[rung][0])
-    assert code
-    assert "data race" in text
-    assert kernel.file in text
-
-
-@pytest.mark.shim
-@pytest.mark.slow
-@pytest.mark.parametrize("rung", ["vector", "mma"])
-def test_address_sanitizer(rng, rung):
-    kernel, product = tiny(rng, rung)
-    assert run_sanitized("address", *product.launch(kernel)) == (0, "")
-    code, text = run_sanitized("address", *product.launch(kernel), edit=STEP_TOO_FAR)
-    assert code
-    assert "heap-buffer-overflow" in text
-    assert "in void store<float>" in text

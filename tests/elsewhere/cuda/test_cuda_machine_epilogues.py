@@ -107,12 +107,6 @@ def test_a_wrong_place_of_the_bias(case, monkeypatch):
         check(case)
 
 
-def test_a_missing_place_of_the_bias(case, monkeypatch):
-    monkeypatch.setattr(epilogues.Epilogues, "_point", lambda *_: None)
-    with pytest.raises(AssertionError):
-        result(*case[:2])
-
-
 def test_less_workspace_than_was_promised(case):
     ops, device, _ = case
     result(ops, device)

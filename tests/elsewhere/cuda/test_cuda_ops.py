@@ -9,7 +9,7 @@ from time import perf_counter_ns
 import ml_dtypes
 import numpy as np
 import pytest
-from config_helpers import changed, check_refused, reading_of
+from config_helpers import changed, check_refused
 from helpers import assert_all_close, assert_close
 from ops_cases import (
     ADAMW,
@@ -30,8 +30,6 @@ from mpipar.ops.cuda.epilogues import Epilogues
 from mpipar.ops.cuda.fused import FusedOps
 from mpipar.ops.cuda.kernels import Loader
 from mpipar.ops.mixed_ops import MixedOps
-from mpipar.run.console.tables import headline
-from mpipar.run.resolve import resolve as resolve_typed
 from mpipar.run.verify import step_tensors
 from mpipar.study.explain.predict import predict
 
@@ -403,22 +401,6 @@ def test_a_step_with_hand_written_products(cupy):
 )
 def test_what_does_not_fit_is_refused(words, messages):
     check_refused(words, messages)
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        (
-            "--gemm tile --device cuda --dtype bfloat16",
-            "bfloat16 on cuda, products by tile kernels",
-        ),
-        ("--device cuda --kernels plain", "float32 on cuda, plain kernels"),
-        ("", "float32 on cpu"),
-    ],
-)
-def test_what_computes_is_printed(words, text):
-    config, _ = resolve_typed(reading_of(*words.split()), 1)
-    assert headline(config, 1, 1, 1).splitlines()[0].endswith(text)
 
 
 def test_a_message_goes_to_the_host_and_back_while_products_run(rng, cupy):

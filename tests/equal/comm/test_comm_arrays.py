@@ -21,7 +21,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
-from mpipar.comm.record import Recorder
+from mpipar.comm.record import STATE_CHANGES, Recorder
 from mpipar.errors import EnvironmentProblem
 from mpipar.run.process import self_test
 from mpipar.run.process.environment import chosen_by_user
@@ -189,3 +189,62 @@ def test_ranks_whose_environment_differs_are_told_which_variable(name, other):
     else:
         check_same(WORLD, facts)
     on_all_ranks("")
+
+
+# --- what a barrier makes of an array
+
+
+Q = WORLD.size
+COLLECTIVES = {  # the collective of a Comm, as a function of a rank's array (Q, Q)
+    "all_reduce": lambda comm, x: comm.all_reduce(x, "sum"),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x, "scatter")[None],
+    "reduce": lambda comm, x: comm.reduce(x, 0, "reduce"),
+    "all_gather": lambda comm, x: comm.all_gather(x, "gather").reshape(-1, Q),
+    "all_to_all": lambda comm, x: comm.all_to_all(x.reshape(Q, Q, 1), "exchange").reshape(Q, Q),
+    "broadcast": lambda comm, x: comm.broadcast(x, 0, "copy"),
+}
+
+
+def numbers(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def value(state, x, axis=0):
+    """The array that ranks hold together, of what each of them has."""
+    parts = WORLD.allgather(x)
+    if state == "partial":
+        return sum(parts)
+    if state == "one":
+        return parts[0]
+    if state == "whole":
+        assert all(np.array_equal(part, x) for part in parts)
+        return x
+    return np.concatenate(parts, axis)
+
+
+def before(operation):
+    """This rank's array before a collective."""
+    rows = 1 if operation == "all_gather" else Q
+    own = 0 if STATE_CHANGES[operation][0] == "whole" else WORLD.rank
+    return numbers(rows, Q, seed=own)
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("operation", COLLECTIVES)
+def test_a_collective_changes_the_state_and_not_the_array(operation):
+    """The words of STATE_CHANGES, compared with numbers on real ranks."""
+    comms = comms_of(axes={"tp": Q})
+    tp = comms["tp"]
+    start, end = STATE_CHANGES[operation]
+    x = before(operation)
+    expected = value(start, x)
+    y = COLLECTIVES[operation](tp, x.copy())
+    if operation == "all_to_all":  # cut along rows, then along columns
+        expected = np.concatenate(
+            [part.reshape(Q, Q, 1) for part in WORLD.allgather(x)], 2
+        ).transpose(2, 0, 1)
+        actual = np.stack([part.reshape(Q, Q) for part in WORLD.allgather(y)], 1)
+    else:
+        actual = value(end, y if y is not None else x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-14)
+    comms.close()

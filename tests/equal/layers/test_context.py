@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from small_model import (
     WORLD,
-    comms_of,
-    cpu,
     plant,
     real_step,
     rows_of,
@@ -14,10 +12,7 @@ from small_model import (
     worker_and_rows,
 )
 
-from mpipar.comm.grid import token_pieces
 from mpipar.config.model import ModelConfig
-from mpipar.layers.context import attention_over
-from mpipar.layers.stash import Batch
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.run.inference.generate import Sampling, continue_one
 
@@ -30,30 +25,6 @@ every_method = pytest.mark.parametrize("method", METHOD_NAMES)
 
 def config_for(method, layout=(1, 1, 1), cp=2, **values):
     return small_config(layout, 4, MODEL, cp=cp, cp_attention=method, **values)
-
-
-@every_method
-@pytest.mark.parametrize("kv_heads", [8, 4])
-@pytest.mark.ranks(2, 4)
-def test_shared_key_heads_equal_whole_attention(method, kv_heads):
-    """Fewer heads of keys than of queries; gradients of q, k and v, rank by rank."""
-    ops, rng = cpu(), np.random.default_rng(5)
-    comm = comms_of(ops, axes={"cp": WORLD.size})["cp"]
-    length, places = 16, np.arange(16)
-    q, dy = (rng.standard_normal((2, length, 8, 3)) for _ in range(2))
-    k, v = (rng.standard_normal((2, length, kv_heads, 3)) for _ in range(2))
-    y, probs = ops.attention_forward(q, k, v, places, places)
-    wanted = (y, *ops.attention_backward_input(dy, q, k, v, probs, places, places))
-    own = np.concatenate(
-        [places[one] for one in token_pieces(length, method, WORLD.size, WORLD.rank)]
-    )
-    held = [x[:, own] for x in (q, k, v)]
-    attention, batch = attention_over(method)(ops, comm, "attn"), Batch(None, None, own, places)
-    found, saved = attention.forward(*held, batch)
-    out = tuple(np.empty_like(x) for x in held)
-    attention.backward_input(dy[:, own], saved, batch, out)
-    for have, want in zip((found, *out), wanted, strict=True):
-        np.testing.assert_allclose(have, want[:, own], rtol=1e-12, atol=1e-13)
 
 
 @every_method

@@ -1,6 +1,5 @@
 """16-bit training over ranks: equal to one rank within the rounding, skipped by all or none."""
 
-import hashlib
 import itertools
 import math
 
@@ -31,7 +30,6 @@ from small_model import (
 )
 
 from mpipar.comm.group import Comm
-from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.errors import NonFiniteError
 from mpipar.run.verify import compare_with_one_rank, one_rank_tensors
 from mpipar.train import gradsync
@@ -112,25 +110,6 @@ def test_a_planted_bug_is_seen(name, twin, layout, dtype, monkeypatch):
     plant(monkeypatch, Comm, name, twin)
     with pytest.raises(AssertionError, match="tensors differ"):
         assert_equals_one_rank(small_config(layout, dtype=dtype), one_rank_tensors)
-
-
-@pytest.mark.parametrize("layout", last(HERE), ids=str)
-def test_copies_of_a_parameter_stay_the_same_bit_by_bit(layout, dtype):
-    worker, step = worker_and_step(
-        small_config(layout, optimizer="adamw", rows_per_mb=1, dtype=dtype)
-    )
-    for number in (1, 2):
-        step(number)
-    worker.close()
-    mine = {}
-    for stage in worker.stages.values():
-        for param in stage.params:
-            both = param.data.tobytes() + param.master.tobytes()
-            mine[param.name, param.shard] = hashlib.sha256(both).hexdigest()
-    seen = {}
-    for ranks in WORLD.allgather(mine):
-        for key, digest in ranks.items():
-            assert seen.setdefault(key, digest) == digest, key
 
 
 @pytest.mark.parametrize(
@@ -248,11 +227,3 @@ def test_an_overflow_that_the_norm_does_not_count_is_caught(layout, monkeypatch)
     )
     with pytest.raises((AssertionError, NonFiniteError), match=r"rank|loss nan"):
         skip_together(layout)
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_sixteen_bits_are_moved_by_the_transport_that_knows_them(dtype):
-    for name, expected in ((dtype, True), ("float32", False)):
-        comms = comms_of(cpu(name), axes={"tp": WORLD.size})
-        assert isinstance(comms["tp"].transport, HalfPrecisionTransport) == expected
-        comms.close()

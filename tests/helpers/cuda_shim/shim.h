@@ -1,26 +1,22 @@
 // Runs CUDA C++ kernels on a CPU: what a kernel source needs of the language, as plain C++.
 //
-// Two modes. Without SHIM_THREADS a block's threads are fibers of one OS thread that switch only at
-// barriers: the first that can run goes on, counted from thread 0 or (order = -1) from the last. So
-// one warp runs ahead as far as barriers let it, and code that lacks a barrier gives wrong results
-// in one of the orders. Shared memory is filled with NaN before each block. With SHIM_THREADS every
-// CUDA thread is an OS thread, so that ThreadSanitizer and AddressSanitizer understand them.
+// A block's threads are fibers of one OS thread that switch only at barriers: the first that can run
+// goes on, counted from thread 0 or (order = -1) from the last. So one warp runs ahead as far as
+// barriers let it, and code that lacks a barrier gives wrong results in one of the orders. Shared
+// memory is filled with NaN before each block.
 //
 // What it cannot show: speed, memory ordering finer than barriers, and registers.
 #pragma once
 
 #include <limits.h>
-#include <linux/futex.h>
 #include <link.h>
 #include <setjmp.h>
-#include <sys/syscall.h>
 #include <ucontext.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <bit>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -28,7 +24,6 @@
 #include <cstring>
 #include <functional>
 #include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -38,11 +33,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
-#ifdef SHIM_THREADS
-#define __shared__ static
-#else
 #define __shared__ thread_local  // all in one piece of memory, which is then known: see poison()
-#endif
 
 struct uint3 { unsigned x, y, z; };
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
@@ -69,31 +60,6 @@ constexpr size_t STACK = 256 << 10;
 
 [[noreturn]] void fail(const char *message);
 
-#ifdef SHIM_THREADS
-// Orders the threads that meet at it, and no others. std::barrier keeps its sleeping threads in a
-// pool that barriers share, so ThreadSanitizer would take two warps that slept for ordered.
-class Barrier {
-    int expected;
-    std::atomic<int> arrived = 0;
-    std::atomic<unsigned> generation = 0;
-
-    void futex(int operation, unsigned value) {
-        syscall(SYS_futex, &generation, operation, value, nullptr, nullptr, 0);
-    }
-
-  public:
-    explicit Barrier(int expected) : expected(expected) {}
-    void wait() {
-        unsigned now = generation;
-        if (++arrived == expected) {
-            arrived = 0;
-            ++generation;
-            futex(FUTEX_WAKE_PRIVATE, INT_MAX);
-        } else
-            while (generation == now) futex(FUTEX_WAIT_PRIVATE, now);
-    }
-};
-#else
 class Barrier {
     int expected;
     std::vector<int> waiting;  // numbers of threads
@@ -102,7 +68,6 @@ class Barrier {
     explicit Barrier(int expected) : expected(expected) {}
     void wait();
 };
-#endif
 
 struct Copy { void *to; const void *from; bool valid; };  // of 16 bytes: cp.async
 
@@ -156,11 +121,7 @@ struct Block {
 
 inline dim3 grid_size, block_size;
 inline Block *block;
-#ifdef SHIM_THREADS
-inline thread_local Thread *current;
-#else
 inline Thread *current;
-#endif
 inline char error[200];
 
 inline Warp &warp() { return *block->warps[current->warp]; }
@@ -195,10 +156,6 @@ template <typename T> Lanes<T> exchange(const T &value) {
 constexpr int warpSize = shim::WARP;
 
 inline void __syncthreads() { shim::block->barrier.wait(); }
-
-inline void __nanosleep(unsigned ns) {
-    std::this_thread::sleep_for(std::chrono::nanoseconds(ns));
-}
 
 inline void shim_full_mask(unsigned mask) {
     if (mask != 0xffffffffu) shim::fail("a mask that leaves out lanes");

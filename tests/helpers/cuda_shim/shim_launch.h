@@ -1,28 +1,10 @@
-// Starting the threads of a grid, as fibers or as OS threads; included by shim.h alone.
+// Starting the threads of a grid, as fibers; included by shim.h alone.
 #pragma once
 
 namespace shim {
 
 using Body = std::function<void()>;
 
-#ifdef SHIM_THREADS
-
-inline void fail(const char *message) {
-    fprintf(stderr, "shim: %s\n", message);
-    exit(3);
-}
-
-inline void run_block(const Body &body, int) {
-    std::vector<std::thread> running;
-    for (Thread &thread : block->threads)
-        running.emplace_back([&] {
-            current = &thread;
-            body();
-        });
-    for (std::thread &one : running) one.join();
-}
-
-#else
 
 inline jmp_buf home;
 inline const Body *running_body;
@@ -118,7 +100,6 @@ inline void run_block(const Body &body, int order) {
     if (_setjmp(home) == 0) next();
 }
 
-#endif
 
 // Runs all blocks one after another; returns an empty text, or what went wrong.
 inline const char *run_grid(dim3 grid, dim3 threads, size_t shared_bytes, int order,

@@ -11,16 +11,6 @@ template <int Threads> __global__ void reverse(float *x) {
     x[blockIdx.x * Threads + i] = piece[Threads - 1 - i];
 }
 
-// The second warp reads what the first wrote; each warp meets only itself at its barriers.
-template <int Pause> __global__ void late_reader(const float *x, float *y) {
-    __shared__ float piece[32];
-    int lane = threadIdx.x % 32;
-    if (threadIdx.x < 32) piece[lane] = x[lane];
-    if (threadIdx.x == 32) __nanosleep(Pause);
-    __syncwarp();
-    if (threadIdx.x >= 32) y[lane] = piece[lane];
-}
-
 // What shared memory holds at the start: anything.
 template <int Threads> __global__ void unwritten(float *fixed, float *dynamic) {
     __shared__ float piece[Threads];
@@ -44,13 +34,6 @@ template <int Threads> __global__ void sums(const float *x, float *block, float 
     top[i] = warp_max(x[i]);
 }
 
-template <int Lanes> __global__ void shuffles(const int *x, int *up, int *down, int *from) {
-    int i = threadIdx.x;
-    up[i] = __shfl_up_sync(FULL_MASK, x[i], 3, Lanes);
-    down[i] = __shfl_down_sync(FULL_MASK, x[i], 3, Lanes);
-    from[i] = __shfl_sync(FULL_MASK, x[i], 5, Lanes);
-}
-
 // D (16, 8) = A (16, 16) B (16, 8), by one warp; A and B row by row.
 template <typename T> __global__ void one_mma(const T *A, const T *B, float *D) {
     __shared__ __align__(16) T a[16][16], b[16][8];
@@ -67,14 +50,4 @@ template <typename T> __global__ void one_mma(const T *A, const T *B, float *D) 
     unsigned column[2] = {right[0], right[1]};
     mma_16x8x16<T>(d, left, column);
     for (int i = 0; i < 4; ++i) D[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
-}
-
-template <typename T> __global__ void count(const int *bins, int size, T *counts) {
-    int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < size) atomicAdd(&counts[bins[i]], T(1));
-}
-
-template <typename T> __global__ void round_trip(const float *x, T *y, float *back) {
-    y[threadIdx.x] = from_float<T>(x[threadIdx.x]);
-    back[threadIdx.x] = to_float(y[threadIdx.x]);
 }

@@ -12,7 +12,7 @@ import pytest
 from mpipar import ops
 from mpipar.comm import groups, transport
 from mpipar.comm.grid import Grid
-from mpipar.comm.hosts import Cores, use_batch_scheduling
+from mpipar.comm.hosts import Cores
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import POLLS_BEFORE_SLEEP, MpiTransport, PollingRequest
 from mpipar.config.run import RunConfig
@@ -106,16 +106,3 @@ use_batch_scheduling()
 print(os.sched_getscheduler(0))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{getattr(os, after)}\n", done.stderr
-
-
-def test_a_container_may_forbid_it(monkeypatch):
-    asked = []
-
-    def forbidden(*words):
-        asked.append(words)
-        raise PermissionError
-
-    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_OTHER)
-    monkeypatch.setattr(os, "sched_setscheduler", forbidden)
-    use_batch_scheduling()
-    assert [policy for _, policy, _ in asked] == [os.SCHED_BATCH]

@@ -231,17 +231,6 @@ def test_no_tail_from_few_samples():
 # --- screen
 
 
-@pytest.mark.parametrize("quick", [False, True])
-def test_tables_are_narrow_and_have_the_names_of_nccl_tests(quick):
-    sizes = (8, 1 << 33)
-    rows = [row(size, 1e6, via) for size in sizes for via in (COMM, BARE, "by doubling")]
-    text = screen.text(rows, quick)
-    assert max(map(len, text.splitlines())) <= 100
-    head = next(line for line in text.splitlines() if "busbw" in line).split()
-    names = "size time algbw busbw i_min i_max i_p99 i_cv% #wrong".split()
-    assert [name for name in head if name in names] == names
-
-
 def test_rows_of_several_launches_are_one():
     rows = combined([row(us=us) for us in (2.0, 2.2, 2.1)])
     (one,) = rows
@@ -253,12 +242,6 @@ def test_rows_of_several_launches_are_one():
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_faster_algorithm_is_a_headline():
-    rows = [row(us=10.0), row(us=5.0, via="by window"), row(us=9.5, via="by ring")]
-    assert screen.best_algorithms(rows).endswith("window 2.0 times at 8 B")
-    assert screen.best_algorithms([row(), row(via="by ring")]) == ""
-
-
 def test_groups_at_once_show_the_slowest_and_the_contention():
     pair = {"axis": "dp", "mode": "together"}
     rows = [
@@ -268,25 +251,6 @@ def test_groups_at_once_show_the_slowest_and_the_contention():
     ]
     assert "2.50 times as long at 8 B" in screen.contention(rows)[0]
     assert "ranks 2,3 (same node), all dp groups, the slowest" in screen.text(rows)
-
-
-def closing(rows, **more):
-    return screen.Closing(HEAD, rows, more.pop("refused", []), **more).lines()
-
-
-def test_six_lines_for_a_ticket():
-    rows = [row(case="latency"), row(1 << 20, 200, case="bandwidth"), row(1 << 20, 300)]
-    lines = closing(rows)
-    assert len(lines) == 6
-    assert [line.split()[0] for line in lines] == (
-        "hosts MPI latency bandwidth all-reduce verdict".split()
-    )
-    assert "normal: 10.00, a memory copy" in lines[3]
-    assert lines[5].endswith("nothing unusual")
-    assert "1 wrong payloads" in closing(rows, refused=["x"])[5]
-    sheet = {"same node": (20.0, 1.0)}
-    assert "bandwidth 26% of the sheet's link" in closing(rows, sheet=sheet)[5]
-    assert "not measured" in closing([])[2]
 
 
 # --- files

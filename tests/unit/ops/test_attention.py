@@ -172,13 +172,6 @@ def test_parts_of_16_bits_are_rounded_once(rng, dtype):
     check_parts_of_16_bits(make("cpu", dtype), rng, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", HALF_UNIT)
-def test_parts_of_16_bits_on_the_gpu(cupy, rng, dtype):
-    """There probabilities and dscores are operands of products, so they are rounded too."""
-    check_parts_of_16_bits(make("cuda", dtype), rng, HALF_UNIT[dtype])
-
-
 def check_parts_of_16_bits(ops, rng, exact):
     """Partial results are float32; `exact` is the error of a rounded operand."""
     case = Case(rng, PARTED, (np.arange(9) * 3, np.arange(11) * 2 + 1), ops.dtype)

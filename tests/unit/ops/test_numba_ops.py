@@ -12,7 +12,7 @@ from helpers import run_command
 from ops_cases import ADAMW, parts, plain
 
 from mpipar.errors import EXIT_ENVIRONMENT, EnvironmentProblem
-from mpipar.ops import make, numba_ops
+from mpipar.ops import make
 
 SPECIAL = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e30, -1e30)
 # Prints how many kernels were loaded from disk, and all files beside the sources that Numba made.
@@ -138,35 +138,3 @@ def test_compiled_code_is_kept_in_the_users_cache_alone(tmp_path):
 def test_a_home_that_cannot_be_written_keeps_nothing(tmp_path):
     (tmp_path / "file").write_text("no folder can be made in a file")
     assert use_once(tmp_path / "file") == (0, "[]")
-
-
-@pytest.mark.numba
-def test_a_folder_that_was_named_stays(monkeypatch, tmp_path):
-    import numba
-
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    numba_ops.NumbaOps("float32")
-    assert str(tmp_path) == numba.config.CACHE_DIR
-
-
-@pytest.mark.numba
-def test_training_says_which_kernels_run(tmp_path):
-    argv = [
-        sys.executable,
-        "-m",
-        "mpipar",
-        "train",
-        "--steps",
-        "2",
-        "--sample-tokens",
-        "0",
-        "--kernels",
-        "numba",
-        "--data",
-        "LICENSE",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    done = run_command(argv, timeout=100)
-    assert done.returncode == 0, done.tail()
-    assert "float32 on cpu, numba kernels" in done.stdout

@@ -13,7 +13,6 @@ import cuda_ops
 import numpy as np
 import pytest
 from attention_cases import formula
-from helpers import assert_close
 from numeric_attention import ATTENTION
 from numeric_cases import EPS, FAMILIES, error
 from ops_cases import plain
@@ -137,26 +136,6 @@ def test_ordinary_numbers_have_pytorchs_results_in_float64(name, family):
                 expected = theirs[key.removesuffix(" of runs")].detach().numpy()
                 assert error(x, expected, None) <= 1e-9, (case_name, key)
     assert seen > 1
-
-
-@pytest.mark.peers
-@pytest.mark.parametrize("name", ["plain", "numpy"])
-def test_adamw_has_pytorchs_weights_over_several_steps(name, rng):
-    torch = pytest.importorskip("torch")
-    ops = plain() if name == "plain" else make("cpu", "float64")
-    data, m, v = rng.standard_normal(101), np.zeros(101), np.zeros(101)
-    parameter = torch.nn.Parameter(torch.tensor(data))
-    optimizer = torch.optim.AdamW(
-        [parameter], lr=0.03, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2
-    )
-    for step in range(1, 6):
-        grad = rng.standard_normal(101)
-        parameter.grad = torch.tensor(grad)
-        optimizer.step()
-        ops.adamw_step(
-            data, grad, m, v, lr=0.03, beta1=0.8, beta2=0.95, eps=1e-6, weight_decay=0.2, step=step
-        )
-        assert_close(data, parameter.detach().numpy(), 1e-9, f"weights after step {step}")
 
 
 def by_one_number(self, stats):

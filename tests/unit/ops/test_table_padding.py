@@ -3,20 +3,15 @@
 Tests marked gpu run on a GPU, and in CI on the CUDA machine: the real CuPy on a CPU.
 """
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from config_helpers import changed
 
-from bench.step.sides import step_flops
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.layers.stash import Batch
-from mpipar.ops import make, make_for, shapes_for
-from mpipar.study.explain.formulas import units_of
-from mpipar.study.explain.predict import predict
+from mpipar.ops import make_for, shapes_for
 from mpipar.train.optim import learning_rate
 from mpipar.train.worker import Worker
 
@@ -81,31 +76,6 @@ def test_shards_have_whole_tiles_of_rows_and_cover_the_table_once(vocabulary, tp
         logits = ops.matmul_nt(ops.empty((5, 12 * tp)), ops.empty(param.local_shape))
         assert logits.shape[-1] % 8 == 0  # its rows start at multiples of 16 bytes
     assert covered == [*range(vocabulary)]
-
-
-def test_no_row_is_added_on_a_cpu():
-    worker = Worker(configured(), Grid(0), make("cpu", "float32"), Recorder())
-    assert {param.local_shape[0] for param in tables_of(worker).values()} == {VOCABULARY}
-
-
-def test_forms_have_the_rows_of_a_device_and_flops_those_of_the_model():
-    args = SimpleNamespace(
-        arch="gpt2",
-        kv_heads=None,
-        dtype="bfloat16",
-        **{
-            name: SHAPE[name]
-            for name in ("layers", "d_model", "heads", "seq_len", "batch_size", "vocab_size")
-        },
-    )
-    true, padded = (configured(device=device) for device in ("cpu", "cuda"))
-    assert units_of(true)[1]["v"] == VOCABULARY
-    assert units_of(padded)[1]["v"] == 2 * ROWS
-    extra = 6 * 24 * 12 * (2 * ROWS - VOCABULARY)  # three products of 24 tokens
-    assert sum(predict(padded, 0).flops.values()) == sum(predict(true, 0).flops.values()) + extra
-    assert step_flops(SimpleNamespace(**vars(args), device="cuda")) == step_flops(
-        SimpleNamespace(**vars(args), device="cpu")
-    )
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

@@ -3,15 +3,12 @@
 No MPI: every rank's real step on shapes, with the order of its events.
 """
 
-import sys
-
 import pytest
 from config_helpers import changed
 
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.record import Recorder
-from mpipar.comm.transport import ShapesTransport
 from mpipar.config.resolve import resolve
 from mpipar.ops import make
 from mpipar.pipeline.engine import Engine
@@ -126,25 +123,6 @@ def test_with_one_rank_in_a_data_group_nothing_is_sent(monkeypatch):
     (worker,) = workers(dp=1, pp=1)
     found, _ = events(worker, monkeypatch)
     assert {what for what, *_ in found} == {"W"}
-
-
-def test_a_bucket_reaches_its_transport_in_nine_calls(monkeypatch):
-    """From train_step to the transport, which calls MPI: each call is one that a reader follows."""
-    paths, plain = [], ShapesTransport.iall_reduce
-
-    def iall_reduce(self, x):
-        names, frame = [], sys._getframe(1)
-        while frame and (not names or names[-1] != "train_step"):
-            if frame.f_globals["__name__"].startswith("mpipar"):
-                names.append(frame.f_code.co_name)
-            frame = frame.f_back
-        paths.append([*names[::-1], "iall_reduce"])
-        return plain(self, x)
-
-    monkeypatch.setattr(ShapesTransport, "iall_reduce", iall_reduce)
-    step(next(workers(schedule="1f1b")))
-    assert paths
-    assert max(map(len, paths)) <= 9, max(paths, key=len)
 
 
 def before_its_weight_gradient(self, unit):
