@@ -3,7 +3,7 @@
 A tile of queries leaves out the keys that none of its queries may see, which in training is about
 half of all products and exponentials. Some heads are copied first, each to a matrix of its own,
 transposed where a product needs it, because BLAS multiplies these small matrices at up to twice the
-rate of strided views. For a single query, as in generation, copies do not pay off. Both directions
+rate of strided views. Both directions
 must multiply queries and keys in the same way, since large scores would otherwise differ in their
 last bits. The block form has the scores of one tile at a time. G = H / Hkv query heads share a key
 head.
@@ -96,8 +96,6 @@ class NumpyAttention(ArrayOps):
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array, probs: Array | None = None
     ) -> tuple[Array, Array]:
         """Return (y, stats), and write the probabilities to `probs` if it is given."""
-        if probs is None and len(q_pos) == 1 and k_pos.max() <= q_pos[0]:
-            return self._attend_with_one(q, k, v)
         y = np.empty(q.shape, q.dtype)
         stats = np.empty((len(q), q.shape[2], q.shape[1], 2), q.dtype)
         tiles = _query_tiles(q_pos, k_pos, q.dtype)
@@ -126,7 +124,9 @@ class NumpyAttention(ArrayOps):
         """Write y, stats and, if there is an array for them, the probabilities of a part."""
         kv_heads, out = k.shape[2], _by_group(y, k.shape[2])
         queries, keys = self._scaled(q, kv_heads), self._transposed("keys", k, q.shape[1])
-        values = self._heads("values", v, kv_heads)
+        # One query, as in generation, reads each value once: a copy would not pay off.
+        few = q.shape[1] == 1
+        values = _by_group(v, kv_heads) if few else self._heads("values", v, kv_heads)
         for tile in tiles:
             # `rows`: the array of scores (R H, .., Tk) whose rows `at` are the tile's. The
             # probabilities of a part are contiguous, so theirs is a view.
@@ -144,17 +144,6 @@ class NumpyAttention(ArrayOps):
             np.matmul(
                 _split(scores, queries), values[..., : tile.keys, :], out=out[..., tile.queries, :]
             )
-
-    def _attend_with_one(self, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-        """Return (y, stats) of one query per row, which sees all keys: all rows at once."""
-        batch, _, heads, _ = q.shape
-        queries, keys = self._scaled(q, k.shape[2]), self._transposed("keys", k, 1)
-        scores = self._buffer("scores", (*queries.shape[:4], k.shape[1]))
-        np.matmul(queries, keys, out=scores)
-        rows, stats = scores.reshape(1, batch * heads, -1), np.empty((batch * heads, 2), q.dtype)
-        stats[:, 0], stats[:, 1] = self._softmax_tile(rows, slice(0, batch * heads), k.shape[1])
-        y = scores @ _by_group(v, k.shape[2])
-        return y.reshape(q.shape), stats.reshape(batch, heads, 1, 2)
 
     def _heads(self, name: str, x: Array, kv_heads: int) -> Array:
         """Return a copy (R, Hkv, G, T, d) of x (R, T, H, d) in the buffer `name`."""
