@@ -19,8 +19,8 @@ from mpipar.layers.stash import Stash
 from mpipar.models.decoder import Stage
 from mpipar.run.checkpoint.save import num_elements, own_pieces
 from mpipar.run.data import rows
+from mpipar.train.build import RULES
 from mpipar.train.muon import Muon
-from mpipar.train.optimizer import RULES
 from mpipar.train.outer import outer_copies
 from mpipar.train.worker import Worker
 from mpipar.train.zero import unit_segments
