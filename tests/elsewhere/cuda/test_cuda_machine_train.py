@@ -44,14 +44,22 @@ CLOSE = {"float64": 1e-12, "bfloat16": 2e-4}
 
 MARGIN = 10**6  # ns between the clocks of host and device
 AWARE = {"MPIPAR_CUDA_AWARE": "yes", "CUDA_MACHINE_AWARE": "1"}
-WITHOUT_DRAINS = """
-import itertools
+BROKEN = """
 import sys
 from mpipar.__main__ import main
+from mpipar.ops.cupy_copies import Copies
 from mpipar.ops.cupy_ops import CupyOps
-CupyOps.synchronize = lambda self: None
+{}
 sys.exit(main())
 """
+TWINS = {  # what is wrong: (environment, layout, how)
+    "MPI gets what is still computed": (AWARE, "dp=2", "CupyOps.synchronize = lambda self: None"),
+    "a pass reads what has not arrived": (
+        {},
+        "pp=2",
+        "Copies.use_after = lambda self, event: None",
+    ),
+}
 
 
 def words(folder, device, *options):
@@ -154,11 +162,13 @@ def test_device_pointers_in_the_hands_of_mpi(tmp_path):
     assert cuda[0] == pytest.approx(cpu[0], rel=CLOSE["float64"], abs=0)
 
 
-def test_a_missing_drain_before_mpi(tmp_path):
-    """The broken twin of the test above."""
-    cpu, _ = trained(tmp_path, "cpu", *FLOAT64)
-    program = [sys.executable, "-c", WITHOUT_DRAINS, *map(str, words(tmp_path, "cuda", *FLOAT64))]
-    done = run_ranks(2, program, LIMIT, environment(AWARE))
+@pytest.mark.parametrize("name", TWINS)
+def test_a_forgotten_wait_is_seen(tmp_path, name):
+    env, layout, twin = TWINS[name]
+    options = ("--layout", layout, "--dtype", "float64")
+    cpu, _ = trained(tmp_path, "cpu", *options)
+    program = [sys.executable, "-c", BROKEN.format(twin), *words(tmp_path, "cuda", *options)]
+    done = run_ranks(2, [*map(str, program)], LIMIT, environment(env))
     assert done.returncode or losses(tmp_path / "cuda") != pytest.approx(cpu, rel=1e-3, abs=0)
 
 
