@@ -93,8 +93,8 @@ def tiled(formula: Callable[..., Any]) -> Callable[..., Any]:
                     whole[tile] = part_of
         if not makes:
             return given[function.gives[0].name] if function.gives else None
-        whole = tuple(x.reshape(*first.shape[:at], *x.shape[1:]) for x in results)
-        return whole if len(whole) > 1 else whole[0]
+        found = tuple(x.reshape(*first.shape[:at], *x.shape[1:]) for x in results)
+        return found if len(found) > 1 else found[0]
 
     return method
 
