@@ -128,10 +128,10 @@ class Bench:
         found: list[Turn] = [
             [("write + fsync", self.write, saved), ("", self.file.unlink, 0)],
             [("SHA-256", partial(hashlib.sha256, self.own), saved)],
-            [("save", partial(self.save, self.plain), saved), ("", self.plain.finish, 0)],
+            [("save", partial(self.save, self.plain), saved)],
             [
                 ("save, blocked (--save-async)", partial(self.save, self.beside), saved),
-                ("save, beside (--save-async)", self.beside.finish, saved),
+                ("save, beside (--save-async)", self.beside.commit, saved),
             ],
         ]
         for layout, one in self.workers.items():

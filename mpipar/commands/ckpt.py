@@ -1,6 +1,5 @@
 """`mpipar ckpt ls | verify | export RUN`: list, check and export a run's checkpoints; no MPI."""
 
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,11 @@ import numpy as np
 from mpipar.commands.command import Command, Context
 from mpipar.config.model import model_config
 from mpipar.config.setting import positional, setting
-from mpipar.config.text import one_line, printable
+from mpipar.config.text import printable
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
-from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import formats, tokenizer_files, weights
 from mpipar.run.checkpoint.load import blocks
 from mpipar.run.checkpoint.manifest import (
-    NAME,
     committed_steps,
     damage,
     digest_problem,
@@ -25,16 +22,11 @@ from mpipar.run.checkpoint.manifest import (
 )
 from mpipar.run.checkpoint.weight_files import DIGESTS, written_digests
 from mpipar.run.console.tables import nbytes, table
-from mpipar.run.folder import CHECKPOINTS, WEIGHTS, finished_step, is_run, said
+from mpipar.run.folder import CHECKPOINTS, WEIGHTS, is_run, said
 from mpipar.run.resume import layout_words
 
 OF_EXPORT = ("action", "export")
-NO_CHECKPOINT = "{}: has no checkpoint; a run writes one every --save-interval steps and at its end"
-STRANGERS = {  # part of a name beside the checkpoints: what it is
-    ".trash-": "a checkpoint that is being deleted; the next commit removes it",
-    ".partial-": "an unfinished save; the next commit removes it",
-    ".aside-": "set aside when the run resumed from an earlier step; delete it when you like",
-}
+NO_CHECKPOINT = "{}: has no checkpoint of this step; it has those of: {}"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -73,15 +65,12 @@ def run(context: Context) -> int:
     args = context.args
     folder = Path(args.run_folder)
     if not is_run(folder):
-        what = "is not a run folder" if os.path.exists(folder) else "there is no such folder"
-        raise DataError(f"{folder}: {what}; give one of mpipar train")
+        raise DataError(f"{folder}: is not a run folder; give one of mpipar train")
     found = committed_steps(folder / CHECKPOINTS)
     steps = [(step, path) for step, path in found if args.step in (None, step)]
-    if found and not steps:
-        known = ", ".join(str(step) for step, _ in found)
-        raise DataError(f"--step {args.step}: {folder} has checkpoints of the steps {known}")
     if not steps and (args.action == "export" or args.step is not None):
-        raise DataError(NO_CHECKPOINT.format(folder))
+        known = ", ".join(str(step) for step, _ in found)
+        raise DataError(NO_CHECKPOINT.format(folder, known or "none"))
     return ACTIONS[args.action](folder, steps, args)
 
 
@@ -91,7 +80,7 @@ def say(text: str) -> None:
 
 
 def list_steps(folder: Path, steps, args) -> int:
-    """Print a row per checkpoint, then what else is there, and whether the run has ended."""
+    """Print a row per checkpoint."""
     rows = [("step", "size", "layout, schedule", "written", "")]
     for step, path in steps:
         size = layout = ""
@@ -104,13 +93,6 @@ def list_steps(folder: Path, steps, args) -> int:
             state = f"DAMAGED: {error.problems[0]}"
         rows.append((step, size, layout, written, state))
     say(table(rows, left=0) if steps else f"{folder} has no checkpoint")
-    inside, known = folder / CHECKPOINTS, {path for _, path in steps}
-    for path in sorted(set(inside.iterdir()) - known if inside.is_dir() else ()):
-        what = (text for mark, text in STRANGERS.items() if mark in path.name)
-        say(f"{inside}/{one_line(path.name)}: {next(what, 'does not belong to a checkpoint')}")
-    resume = f"the run has not ended; resume it: mpipar train --resume auto --out {folder}"
-    ended = finished_step(folder)
-    say(f"the run ended with step {ended}" if ended else resume)
     return EXIT_OK
 
 
@@ -123,13 +105,12 @@ def verify(folder: Path, steps, args) -> int:
     final = folder / WEIGHTS
     if args.step is None and final.exists():
         if digests := written_digests(final):
-            found[final] = [
-                *filter(None, (digest_problem(final / name, one) for name, one in digests.items()))
-            ]
+            problems = (digest_problem(final / name, digest) for name, digest in digests.items())
+            found[final] = [*filter(None, problems)]
         else:
-            say(f"{final}: no {DIGESTS}, so nothing is compared")
+            say(f"{final}: has no {DIGESTS}, so nothing is compared")
     if not found:
-        raise DataError(NO_CHECKPOINT.format(folder))
+        raise DataError(NO_CHECKPOINT.format(folder, "none"))
     for path, wrong in found.items():
         state = "DAMAGED" if wrong else "every byte is as it was written"
         say("\n  ".join([f"{path}: {state}", *wrong]))
@@ -147,9 +128,6 @@ def export(folder: Path, steps, args) -> int:
         raise DataError(wrong)
     manifest = read_manifest(path)
     model = model_config(formats.model_settings(str(path), where=str(path)))
-    shapes = {param.name: param.shape for _, param in all_params(model, (model.layers,))}
-    if shapes != {name: tensor.shape for name, tensor in manifest.tensors.items()}:
-        raise DataError(f"{path / NAME}: config: describes another model than the tensors")
     names = sorted(manifest.tensors)  # the order of `all_params`
     dtype = DTYPES.get(args.dtype, np.dtype(manifest.tensors[names[0]].dtype))
     found = tokenizer_files.read_tokenizer_files(folder / WEIGHTS)

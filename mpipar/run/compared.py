@@ -17,7 +17,6 @@ from typing import BinaryIO
 from mpipar.config.sections import Config, in_force
 from mpipar.config.setting import flag
 from mpipar.errors import DataError
-from mpipar.run.checkpoint.manifest import GONE, NAME
 from mpipar.run.checkpoint.weight_files import check_digests
 from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.files.bounded import open_regular, problems_as
@@ -76,7 +75,7 @@ def _opened(paths: Iterable[Path], stack: ExitStack) -> dict[str, BinaryIO]:
     """Return {name: file} of regular files, which the stack closes. Raises DataError."""
     found = {}
     for path in paths:
-        with problems_as(DataError, str(path), GONE if path.name == NAME else ""):
+        with problems_as(DataError, str(path)):
             found[path.name] = stack.enter_context(open_regular(path))
     return found
 

@@ -17,10 +17,9 @@ from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.run.console import series
 from mpipar.run.files import no_links
-from mpipar.run.files.bounded import parse_json, problems_as, read_text
+from mpipar.run.files.bounded import built, parse_json, problems_as, read_text
 from mpipar.run.files.replace import replace_file, replaced_files, set_aside
 from mpipar.run.files.settings import to_toml
-from mpipar.run.files.typed import built
 from mpipar.run.process import lock
 from mpipar.run.process.watchdog import HANG
 

@@ -163,16 +163,19 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
             ),
         )
 
+    def read_weights(config):
+        unread = checkpoint.unread_notes(config)
+        found["notes"] = [*formats.start_notes(weights, trains=False), *unread]
+
     checks = [
         (read_texts, UsageError),
         (usage_problems, UsageError),
-        (checkpoint.weight_problems, DataError),
+        (read_weights, DataError),
     ]
     config, _ = resolve(replace(parsed, config=start, unread=unread), world_size, checks)
     groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
     config = replace(config, grid=replace(config.grid, num_microbatches=groups))
     together = given.train.batch_size or ROWS_OF_A_GROUP * config.grid.dp * groups
-    notes = [*formats.start_notes(weights, trains=False), *checkpoint.unread_notes(config)]
     ends = ends_of(beside, found["tokenizer"], config.model.vocab_size)
     return Request(
         config,
@@ -187,7 +190,6 @@ def prepare(parsed, args, world_size: int, host_rank: int) -> Request:
             args.stop_token or ends,
         ),
         together=together,
-        notes=notes,
     )
 
 

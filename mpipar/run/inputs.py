@@ -62,11 +62,14 @@ def prepare(
             found["tokenizer"] = tokenizer_of_run(config, started, found["parts"][0])
             found["prompt"] = prompt_tokens(config, found["tokenizer"])
 
+    def read_weights(config):
+        found["unread"] = checkpoint.unread_notes(config)
+
     checks = [
         *checks,
         (read_data, DataError),
         (read_text, UsageError),
-        (checkpoint.weight_problems, DataError),
+        (read_weights, DataError),
         (make_ops, EnvironmentProblem),
     ]
     config, notes = resolve(parsed, world_size, checks, machine)
@@ -74,7 +77,7 @@ def prepare(
     notes.append(
         f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out"
     )
-    notes += checkpoint.unread_notes(config)
+    notes += found["unread"]
     notes += tokenizer_notes(config, found["tokenizer"], train_part)
     return Inputs(
         config, notes, found["ops"], train_part, held_out, found["tokenizer"], found["prompt"]

@@ -376,13 +376,9 @@ class Run:
             function()
         except OutputError as error:
             self.log(f"WARNING: {error}; the next save tries again")
-        if saver.saved == before:
-            return
-        if self.config.run.save_async:  # a later save may have begun, and blocked another time
-            cost = f"{blocked:.2f} s blocked, {saver.write_seconds:.2f} s beside training"
-        else:
-            cost = f"{saver.blocked_seconds:.2f} s blocked"
-        self.log(f"saved step {saver.saved}: {cost}")
+        if saver.saved != before:  # beside training, a later save may have begun, and blocked too
+            cost = blocked if self.config.run.save_async else saver.blocked_seconds
+            self.log(f"saved step {saver.saved}: {cost:.2f} s blocked")
 
     def save(self, step: int) -> None:
         """Save the whole state; with --save-async it is written while the next steps run.
@@ -414,7 +410,6 @@ class Run:
             if self.saver.saved != self.last:
                 start = perf_counter()
                 self.save(self.last)
-                self.saver.finish()
                 self.log(f"\nsaved step {self.last}: {perf_counter() - start:.2f} s blocked")
 
         with self.recorder.at("save"):
@@ -428,10 +423,10 @@ class Run:
 
         They grow on a slow disk even while this rank waits for another one.
         """
-        written = self.saver.moved()
         with suppress(OSError):  # a file may be renamed at this moment
-            written += sum(file.stat().st_size for file in os.scandir(self.folder / WEIGHTS))
-        return written
+            places = ("checkpoints/*.partial-*/*", f"{WEIGHTS}/*")
+            return sum(file.stat().st_size for one in places for file in self.folder.glob(one))
+        return 0
 
     def finish(self) -> int:
         """Show the results, and leave MPI; return the exit code.

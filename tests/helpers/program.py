@@ -170,3 +170,10 @@ def section(text: str, title: str) -> list[str]:
 def cells(line: str) -> list[str]:
     """Return the cells of a table's row: columns are two or more blanks apart."""
     return re.split(r"\s{2,}", line.strip())
+
+
+def flip(path, share=0.5):
+    """Change one bit at this share of a file's length: the lowest of the first of two bytes."""
+    content = bytearray(path.read_bytes())
+    content[int(share * (len(content) - 1)) & ~1] ^= 1
+    path.write_bytes(content)

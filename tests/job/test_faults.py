@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damage import flip
 from fault_table import fault
 from helpers import run_ranks
 from in_process import alone
@@ -25,6 +24,7 @@ from program import (
     PROGRAM,
     block_of,
     environment,
+    flip,
     killed_by,
     metrics,
     mpipar,

@@ -66,7 +66,7 @@ def save_and_die(saver, point):
         try:
             kill_at(point, write)
             saver.save(2)
-            saver.finish()
+            saver.commit()
             code = 0
         finally:
             os._exit(code)
@@ -119,7 +119,6 @@ def test_the_newest_committed_checkpoint_is_found(start, background, tmp_path, m
         seen.append((name, step))
         (again,) = savers_of([worker], folder, keep=1)
         again.save(3)  # what a killed run has left is no obstacle, and goes
-        again.finish()
         assert [path.name for path in folder.iterdir()] == ["step-00000003"]
         shutil.rmtree(folder)
         if not name:

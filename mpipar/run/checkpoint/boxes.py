@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
 from mpipar.comm.grid import chunk_slice
 from mpipar.layers.param import Box
 
@@ -101,22 +99,3 @@ def row_blocks(box: Box, itemsize: int):
     rows = max(1, BLOCK_BYTES // max(1, volume(tuple(others)) * itemsize))
     for start in range(first, stop, rows):
         yield ((start, min(start + rows, stop)), *others)
-
-
-def tiling_problem(shape, boxes) -> str:
-    """Return why the boxes do not cover a tensor of this shape exactly once, or "".
-
-    Their edges cut the tensor into cells, each of which must be in exactly one box.
-    """
-    edges = [
-        sorted({0, length, *(edge for box in boxes for edge in box[axis])})
-        for axis, length in enumerate(shape)
-    ]
-    if [(one[0], one[-1]) for one in edges] != [(0, length) for length in shape]:
-        return f"a box is not inside {tuple(shape)}"
-    counts = np.zeros([len(one) - 1 for one in edges], np.int32)
-    for box in boxes:
-        cells = (np.searchsorted(one, pair) for one, pair in zip(edges, box, strict=True))
-        counts[tuple(slice(*pair) for pair in cells)] += 1
-    wrong = [*map(tuple, np.argwhere(counts != 1))]
-    return f"{counts[wrong[0]]} boxes cover cell {wrong[0]} of {counts.shape}" if wrong else ""

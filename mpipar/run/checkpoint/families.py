@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from mpipar.config.text import shown
 from mpipar.errors import broken
-from mpipar.run.files.typed import built
+from mpipar.run.files.bounded import built
 
 DEFAULTS = {  # fields of ModelConfig that config.json may lack
     "ffn": lambda values: 4 * values["d_model"],
@@ -20,7 +20,7 @@ DEFAULTS = {  # fields of ModelConfig that config.json may lack
     "head_dim": lambda values: values["d_model"] // values["heads"],
 }
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-ROPE = {"default": (), "linear": ("factor",), "llama3": SCALING}  # type: its parameters
+ROPE = ("default", "linear", "llama3")
 OF_ROPE = {"rope_scaling", "rope_parameters", SCALING[-1], "layer_types"}
 ROUTER = "router_aux_loss_coef"
 SUFFIX = {"w": "weight", "b": "bias"}
@@ -56,7 +56,6 @@ class Family:
     missing: dict[str, object]
     written: dict[str, object]
     computed: dict[str, tuple]
-    aliases: dict[str, str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     experts: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -69,7 +68,7 @@ class Family:
     def read(self) -> set[str]:
         """The fields of config.json that are read."""
         flags = (key for one in self.biases.values() for key in one)
-        own = {*self.computed, *self.numbers.values(), *self.missing, *flags}
+        own = {*self.computed, *self.numbers.values(), *self.copies, *self.missing, *flags}
         return own | OF_ROPE if self.rotates else own
 
     def tensors(self, param) -> dict[str, tuple[int, ...]]:
@@ -175,15 +174,11 @@ class Family:
         """
         rope, wrong = _rope(found)
         kind, partial = rope["rope_type"], rope.get("partial_rotary_factor")
-        is_known = kind in ROPE and (kind != "linear" or rope.get("factor") == 1)
-        of_kind = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE.get(kind, ())}
-        foreign = [key for key, value in rope.items() if key not in of_kind and value is not None]
         window = said.get("sliding_window") if said.get("use_sliding_window", True) else None
-        is_window = window is None or (type(window) is int and window > 0)
+        if built(int | None, window, "sliding_window") is not None:
+            values["seq_len"] = min(values["seq_len"], window)  # it would attend to more tokens
         types = built(tuple[str, ...], said.get("layer_types") or [], "layer_types")
         kinds = {*types} - {"full_attention", "sliding_attention" if window else ""}
-        if is_window and window:  # mpipar would attend to more tokens than this
-            values["seq_len"] = min(values["seq_len"], window)
         values["max_positions"] = values["seq_len"]
         theta = rope.get("rope_theta", said["rope_theta"])
         values["rope_theta"] = built(float, theta, "rope_theta")
@@ -191,31 +186,22 @@ class Family:
         values["rope_scaling"] = tuple(built(float, rope.get(key), key) for key in scaling)
         return wrong + broken(
             (
-                not is_known,
+                kind not in ROPE or (kind == "linear" and rope.get("factor") != 1),
                 (
                     f"rope_type is {shown(kind)}; mpipar computes 'default', 'llama3', and 'linear'"
                     " with factor 1"
                 ),
             ),
             (
-                is_known and foreign,
-                f"rotations of type {shown(kind)} have no {', '.join(map(shown, foreign))}",
-            ),
-            (
                 partial not in (None, 1.0),
                 f"partial_rotary_factor is {shown(partial)}; mpipar computes 1.0",
             ),
-            (not is_window, f"sliding_window is {shown(window)}, not a number of tokens"),
             (
-                is_window and window and (seq_len or 0) > window,
+                window and (seq_len or 0) > window,
                 (
                     f"sliding_window is {window}, below the {seq_len or 0:,} tokens of a row; use"
                     f" --seq-len {window} or less"
                 ),
-            ),
-            (
-                len(types) not in (0, values["layers"]),
-                f"layer_types has {len(types)} layers, num_hidden_layers another number of them",
             ),
             (
                 kinds,
@@ -299,13 +285,6 @@ GPT2 = Family(
         ),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
-    },
-    aliases={
-        "num_hidden_layers": "n_layer",
-        "hidden_size": "n_embd",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "n_ctx": "n_positions",
     },
     copies={"n_ctx": "longest_row"},
 )
@@ -391,5 +370,4 @@ MIXTRAL = replace(
     missing=MISTRAL.missing
     | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None, ROUTER: 0.001},
     computed=MISTRAL.computed | {"router_jitter_noise": (0.0, None)},
-    aliases={"num_experts": "num_local_experts"},
 )

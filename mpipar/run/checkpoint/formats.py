@@ -3,7 +3,7 @@
 Those of Hugging Face are tables in `mpipar.run.checkpoint.families`; `Own` is mpipar's, and shows
 what a format has. kind: the model_type. prefix: begins the names of tensors, and may be missing in
 a file. computed: {field of config.json: values that mpipar computes, the first one if the field is
-missing}. read: all fields that are read. aliases: {other name of a field: field}.
+missing}. read: all fields that are read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from mpipar.config.text import brief, shown
 from mpipar.errors import DataError
 from mpipar.run.checkpoint.families import GPT2, LLAMA, MISTRAL, MIXTRAL, QWEN2
 from mpipar.run.checkpoint.manifest import NAME, STEP_FOLDER, read_manifest
-from mpipar.run.files.bounded import problems_as, read_json
+from mpipar.run.files.bounded import built, problems_as, read_json
 from mpipar.run.files.settings import values_of
-from mpipar.run.files.typed import built
 
 OF_WEIGHTS = [one for one in fields(ModelConfig) if one.name not in CUTS]  # they fix these fields
 
@@ -38,13 +37,11 @@ class Own:
 
     kind = "mpipar-decoder"
     prefix = ""
-    computed: ClassVar[
-        dict[str, tuple]
-    ] = {  # what earlier versions could state besides, and its one value
+    # What earlier versions could state besides, and its one value.
+    computed: ClassVar[dict[str, tuple]] = {
         name: (CONSTANT[name],) for name in ("routing", "router_bias_rate")
     }
     read: ClassVar[set[str]] = {one.name for one in OF_WEIGHTS} | computed.keys()
-    aliases: ClassVar[dict[str, str]] = {}
 
     def describes(self, model) -> bool:
         """Return whether config.json can say what a completed ModelConfig computes."""
@@ -80,11 +77,6 @@ class Own:
             for one in OF_WEIGHTS
             if one.name in found
         }
-        values = {one.name: one.default for one in OF_WEIGHTS} | given
-        for one in OF_WEIGHTS:
-            is_needed = one.default is not None and not_taken(one.name, values) is None
-            if is_needed and one.name not in given:
-                raise ValueError(f"it lacks {one.name!r}")
         return given, []
 
 
@@ -135,7 +127,7 @@ NEUTRAL = {
     "residual_multiplier": (1.0, None),
     "logits_scaling": (1.0, None),
 }
-# Every published GPT-2 says 0.1, so it is no reason to refuse one.
+# Every published GPT-2 says 0.1, so it is no reason to refuse one; a run that trains it is told.
 DROPOUT = {"attn_pdrop", "embd_pdrop", "resid_pdrop"}
 MOST_NAMED = 12  # ignored fields in a line
 
@@ -182,14 +174,7 @@ def model_settings(folder: str, seq_len: int | None = None, where: str = "") -> 
     if is_step(folder):
         return _saved_settings(folder, where)
     form, found = _read(folder, where)
-    names = [(alias, name) for alias, name in form.aliases.items() if alias in found]
     different = [
-        f"{alias} is {shown(found[alias])}, but {name} is {shown(found[name])}"
-        for alias, name in names
-        if found.get(name, found[alias]) != found[alias]
-    ]
-    found = {name: found[alias] for alias, name in names} | found
-    different += [
         f"{key} is {shown(found[key])}; mpipar computes"
         f" {' or '.join('null' if one is None else shown(one) for one in legal)}"
         for key, legal in (NEUTRAL | form.computed).items()
@@ -210,9 +195,7 @@ def _read(folder: str, where: str):
     where += ": config.json"
     found = read_json(Path(folder) / "config.json", where=where)
     kind = found.get("model_type") if isinstance(found, dict) else None
-    if not isinstance(kind, str):
-        raise DataError(f"{where}: is not an object with a 'model_type'")
-    if kind not in FORMS:
+    if kind not in [*FORMS]:
         raise DataError(f"{where}: model_type is {shown(kind)}; mpipar computes {', '.join(FORMS)}")
     return FORMS[kind], found
 
@@ -240,14 +223,6 @@ def start_notes(folder: str, trains: bool = True) -> list[str]:
     if is_step(folder):
         return [f"weights: those of the checkpoint {folder}"]
     form, found = _read(folder, f"--init-from {folder}")
-    where, notes = f"{folder}/config.json", []
-    known = form.read | form.aliases.keys() | NEUTRAL.keys() | OUTSIDE | DROPOUT
-    ignored = sorted(key for key in found.keys() - known if found[key] is not None)
-    if ignored:
-        notes.append(f"{where}: ignored fields: {some_names(ignored)}")
-    dropout = ", ".join(
-        f"{name} {shown(found[name])}" for name in sorted(DROPOUT) if trains and found.get(name)
-    )
-    if dropout:
-        notes.append(f"{where}: no dropout is applied, although it says {dropout}")
-    return notes
+    known = form.read | NEUTRAL.keys() | OUTSIDE | (set() if trains else DROPOUT)
+    ignored = sorted(key for key in found.keys() - known if found[key])
+    return [f"{folder}/config.json: ignored fields: {some_names(ignored)}"] if ignored else []

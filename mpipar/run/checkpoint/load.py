@@ -11,7 +11,7 @@ from mpipar.comm.grid import ISLAND
 from mpipar.errors import DataError
 from mpipar.run.checkpoint import boxes
 from mpipar.run.checkpoint.manifest import Manifest, Tensor, digest_problem, saved_as, saved_kinds
-from mpipar.run.checkpoint.tensor_file import open_tensors
+from mpipar.run.checkpoint.weight_files import open_tensors
 from mpipar.run.files.bounded import problems_as
 
 MOST_LINES = 20  # of a table of tensors
@@ -63,12 +63,9 @@ def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
     theirs = manifest.tensors
     names = [name for name in sorted(ours | theirs) if ours.get(name) != theirs.get(name)]
     lines = [
-        f"{name}: {_shown(theirs.get(name))} in the checkpoint,"
-        f" {_shown(ours.get(name))} in the model"
+        f"{name}: {theirs.get(name)} in the checkpoint, {ours.get(name)} in the model"
         for name in names[:MOST_LINES]
     ]
-    if len(names) > MOST_LINES:
-        lines.append(f"and {len(names) - MOST_LINES} other tensors")
     kinds = saved_kinds(("master", *worker.optimizer.kinds), worker.config.grid.islands)
     if manifest.kinds != kinds:
         lines.append(
@@ -77,10 +74,6 @@ def state_problems(worker, step_folder: Path, manifest: Manifest) -> list[str]:
         )
     head = f"{step_folder}: the checkpoint is of another model:"
     return ["\n  ".join([head, *lines])] if lines else []
-
-
-def _shown(tensor: Tensor | None) -> str:
-    return "missing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
@@ -101,7 +94,7 @@ def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
                     _fill(ops, pieces, saved_as(kind, worker.island), flat.parts_in(target))
             flat.copy_master_to_params()
     worker.outer.begun = True
-    worker.loss_scale.restore(manifest.scales[worker.grid.group_rank(ISLAND)])
+    worker.loss_scale.restore(manifest.scales[worker.grid.group_rank(ISLAND)]._asdict())
 
 
 def _fill(ops, pieces: Pieces, kind: str, parts) -> None:

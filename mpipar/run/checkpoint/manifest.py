@@ -21,14 +21,12 @@ from typing import NamedTuple
 from mpipar.comm.grid import AXES
 from mpipar.config.text import shown
 from mpipar.errors import DataError
-from mpipar.run.checkpoint.boxes import Box, tiling_problem
+from mpipar.layers.param import Box
 from mpipar.run.files import no_links
-from mpipar.run.files.bounded import open_regular, problems_as, read_json
-from mpipar.run.files.typed import built
+from mpipar.run.files.bounded import built, open_regular, problems_as, read_json
 
 FORMAT = 1  # newer formats are refused
 NAME = "manifest.json"
-GONE = "a checkpoint can't be read without its manifest: was it removed meanwhile?"
 STEP_FOLDER = re.compile(r"step-(\d{8,15})")
 PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
 MOST_BYTES = 128 << 20  # of a manifest; a piece takes about 170
@@ -88,8 +86,8 @@ class Manifest:
     """The content of a checkpoint.
 
     config: the run's configuration as TOML. layout: {axis: ranks}, and schedule: its name, of the
-    run that wrote it; a reader needs neither. loss_scale: the entries of a Scale, of the first
-    island; further_scales: those of the others. data: the fingerprint of the data. tensors, files:
+    run that wrote it; a reader needs neither. loss_scale: that of the first island;
+    further_scales: those of the others. data: the fingerprint of the data. tensors, files:
     by name. pieces: they cover each kind of each tensor exactly once.
     """
 
@@ -97,16 +95,16 @@ class Manifest:
     config: str
     layout: dict[str, int]
     schedule: str
-    loss_scale: dict
+    loss_scale: Scale
     data: dict
     tensors: dict[str, Tensor]
     files: dict[str, File]
     pieces: tuple[Piece, ...]
     format: int = FORMAT
-    further_scales: tuple[dict, ...] = ()
+    further_scales: tuple[Scale, ...] = ()
 
     @property
-    def scales(self) -> tuple[dict, ...]:
+    def scales(self) -> tuple[Scale, ...]:
         """The loss scale of each island."""
         return (self.loss_scale, *self.further_scales)
 
@@ -121,6 +119,8 @@ class Manifest:
             "tensors": {name: one._asdict() for name, one in self.tensors.items()},
             "files": {name: one._asdict() for name, one in self.files.items()},
             "pieces": [piece._asdict() for piece in self.pieces],
+            "loss_scale": self.loss_scale._asdict(),
+            "further_scales": [scale._asdict() for scale in self.further_scales],
         }
         content["sha256"] = _digest(content)
         lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
@@ -163,20 +163,10 @@ def read_manifest(step_folder: Path) -> Manifest:
     Digests are checked when a file is read. Raises DataError that names what is wrong.
     """
     path = Path(step_folder) / NAME
-    cure = "" if os.path.lexists(path) else GONE
-    content = read_json(NAME, cure=cure, most_bytes=MOST_BYTES, root=path.parent)
-    number = content.get("format") if isinstance(content, dict) else None
-    if type(number) is int and number > FORMAT:
-        raise DataError(
-            f"{path}: has format {number}, but this version of mpipar reads {FORMAT}:"
-            " it was written by a newer mpipar; use that one"
-        )
+    content = read_json(NAME, most_bytes=MOST_BYTES, root=path.parent)
     with problems_as(DataError, f"{path}: is not the manifest of a checkpoint"):
         manifest = _manifest(content)
-    wrong = file_problems(path.parent, manifest.files)
-    match = STEP_FOLDER.fullmatch(path.parent.resolve().name)
-    if match and int(match[1]) != manifest.step:
-        wrong.append(f"{path}: is of step {manifest.step}, but its folder is of another")
+        wrong = file_problems(path.parent, manifest.files)
     if wrong:
         raise DataError(wrong)
     return manifest
@@ -186,46 +176,26 @@ def _manifest(content) -> Manifest:
     """Return a Manifest of what a save has written; ValueError if it is anything else."""
     if not isinstance(content, dict) or content.pop("sha256", "") != _digest(content):
         raise ValueError("its content does not match its digest")
-    config = content.get("config")
-    if type(config) is not str:
-        raise ValueError(f"config is {shown(config)}")
+    if content.get("format") != FORMAT:
+        raise ValueError(
+            f"its format is {shown(content.get('format'))}, this mpipar reads {FORMAT}"
+        )
     found = built(Manifest, content | {"config": ""}, "it")  # every other text has one line
-    for scale in found.scales:
-        built(Scale, scale, "loss_scale")
     for name in found.files:
         if not PIECES_FILE.fullmatch(name):  # a match is a file in this folder
             raise ValueError(f"{shown(name)} is not the name of a file of pieces")
+    config = str(content.get("config"))
     return replace(found, config=config, layout={axis: found.layout.get(axis, 1) for axis in AXES})
 
 
-def piece_problem(tensors, kinds, pieces) -> str:
-    """Return which tensor and kind the pieces do not cover exactly once, or "".
-
-    kinds: {name of a tensor: the kinds that it needs}.
-    """
-    boxes = {(name, kind): [] for name in tensors for kind in kinds[name]}
-    for piece in pieces:
-        boxes[piece.tensor, piece.kind].append(piece.box)
-    found = (
-        f"{name} ({kind}): {problem}"
-        for (name, kind), own in boxes.items()
-        if (problem := tiling_problem(tensors[name].shape, own))
-    )
-    return next(found, "")
-
-
 def file_problems(folder: Path, files: dict[str, File]) -> list[str]:
-    """Return files that are missing or of another size."""
-    wrong = []
-    for name, expected in files.items():
-        try:
-            size = (folder / name).lstat().st_size
-        except OSError as error:
-            wrong.append(f"{folder / name}: {error.strerror}")
-            continue
-        if size != expected.bytes:
-            wrong.append(f"{folder / name}: has {size:,} bytes, {expected.bytes:,} were written")
-    return wrong
+    """Return files that are missing or of another size. Raises OSError."""
+    sizes = {path.name: path.lstat().st_size for path in folder.iterdir()}
+    return [
+        f"{folder / name}: has {sizes.get(name, 'no')} bytes, {file.bytes} were written"
+        for name, file in files.items()
+        if sizes.get(name) != file.bytes
+    ]
 
 
 def digest_problem(path: Path, expected: str) -> str:

@@ -9,47 +9,151 @@ The protocol, in which a process may be killed after any step:
 4. Rank 0 renames the folder to `step-N`, which is the commit.
 5. Rank 0 removes checkpoints that need not be kept, and what killed runs have left.
 
-Every file and folder is synced to disk before the next step, so a folder `step-N` is complete.
+Every file and folder is synced to disk before the next step, so a folder `step-N` is complete. They
+are accessed without following links, see `mpipar.run.files.no_links`, and nothing but the files of
+checkpoints is ever deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
+import math
 import os
+import re
+import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from time import perf_counter, perf_counter_ns
+from time import perf_counter_ns
 from typing import NamedTuple
+
+import numpy as np
 
 from mpipar.comm.grid import ISLAND
 from mpipar.comm.objects import broadcast_text, gather_objects
-from mpipar.errors import OutputError
+from mpipar.errors import DataError, OutputError
 from mpipar.run.checkpoint import boxes
-from mpipar.run.checkpoint.folders import (
-    delete,
-    make_partial,
-    put_in_place,
-    rename_outdated,
-    sync_folder,
-    write_new,
-)
 from mpipar.run.checkpoint.manifest import (
     COMMON,
     NAME,
+    PIECES_FILE,
+    STEP_FOLDER,
     File,
     Manifest,
     Piece,
+    Scale,
     Tensor,
+    committed_steps,
     file_problems,
-    piece_problem,
     pieces_file,
     saved_as,
     saved_kinds,
     step_folder_name,
 )
-from mpipar.run.checkpoint.tensor_file import safetensors_head
+from mpipar.run.checkpoint.weight_files import safetensors_head
+from mpipar.run.files import no_links
+
+PARTIAL = re.compile(rf"{STEP_FOLDER.pattern}\.partial-[0-9a-f]+")
+TRASH = ".trash-"
+
+
+def write_new(path: Path, chunks) -> tuple[int, str]:
+    """Write a file that must not exist yet; return (bytes, SHA-256) of its intended content.
+
+    path: of a file in a checkpoint folder in a run's `checkpoints`; none of the three may be a
+    link. chunks: bytes and arrays. Each is hashed in memory before it is written, so that a disk
+    that writes something else is detected. The file is on disk when this returns. Raises OSError.
+
+    The kernel starts writing a block once it is told that its pages are no longer needed, so the
+    disk writes one block while the next one is hashed.
+    """
+    digest, size = hashlib.sha256(), 0
+    run_folder = path.parents[2]
+    file = no_links.opened(run_folder, str(path.relative_to(run_folder)), no_links.NEW)
+    try:
+        for chunk in chunks:
+            data = memoryview(
+                np.ascontiguousarray(chunk)  # a transposed view has other bytes
+                if isinstance(chunk, np.ndarray)
+                else chunk
+            ).cast("B")
+            digest.update(data)
+            start, size = size, size + len(data)
+            while data:
+                data = data[os.write(file, data) :]
+            if size - start >= boxes.BLOCK_BYTES // 2:
+                os.posix_fadvise(file, start, size - start, os.POSIX_FADV_DONTNEED)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return size, digest.hexdigest()
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names in a folder to disk; its files have their own fsync."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def make_partial(folder: Path, step: int) -> Path:
+    """Create the folder in which a step's checkpoint is written, and which no reader looks at.
+
+    Raises OSError.
+    """
+    no_links.make_root(folder.parent)
+    inside = no_links.folder(folder.parent, folder.name, make=True)
+    sync_folder(folder.parent)
+    partial = inside / f"{step_folder_name(step)}.partial-{secrets.token_hex(4)}"
+    partial.mkdir()
+    sync_folder(inside)
+    return partial
+
+
+def put_in_place(partial: Path, step: int) -> None:
+    """Give a complete partial folder its final name, which is the commit. Raises OSError.
+
+    A checkpoint of the same step that is there is damaged, and goes.
+    """
+    folder = no_links.folder(partial.parents[1], partial.parent.name)
+    final = folder / step_folder_name(step)
+    if os.path.lexists(final):
+        _rename_away(final)
+    partial.rename(final)
+    sync_folder(folder)
+
+
+def remove_outdated(folder: Path, step: int, keep: int) -> None:
+    """Remove what is not needed after the commit of `step`; a failure is left for the next time.
+
+    Of the checkpoints before it, the newest keep - 1 stay (keep 0: all). Folders left by killed
+    runs go, too.
+    """
+    with contextlib.suppress(OSError, DataError):
+        inside = no_links.folder(folder.parent, folder.name)
+        earlier = [path for number, path in committed_steps(folder) if number < step]
+        left = [path for path in inside.iterdir() if PARTIAL.fullmatch(path.name)]
+        for path in left + (earlier[: max(0, len(earlier) - keep + 1)] if keep else []):
+            _rename_away(path)
+        for path in inside.glob(f"{TRASH}*"):
+            delete(path)
+
+
+def delete(path: Path) -> None:
+    """Delete the files of a checkpoint, and its folder unless something else is in it."""
+    with contextlib.suppress(OSError):
+        for file in no_links.folder(path.parents[1], f"{path.parent.name}/{path.name}").iterdir():
+            if file.name == NAME or PIECES_FILE.fullmatch(file.name):
+                file.unlink()
+        path.rmdir()
+
+
+def _rename_away(path: Path) -> None:
+    """Rename a folder before it is deleted, so that half of it never has a checkpoint's name."""
+    path.rename(path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}"))
 
 
 class Own(NamedTuple):
@@ -90,8 +194,13 @@ def own_pieces(worker) -> list[Own]:
                     box = boxes.share_of_rows(held, *place)
                     if boxes.volume(box):
                         key = f"{param.name}/{kind}/{len(found)}"  # a tensor may have several
-                        piece = Piece(file, key, param.name, kind, box)
-                        found.append(Own(piece, x[boxes.within(box, held)]))
+                        own = Own(
+                            Piece(file, key, param.name, kind, box), x[boxes.within(box, held)]
+                        )
+                        assert own.x.shape == boxes.shape_of(box), (
+                            "a piece is not what its box says"
+                        )
+                        found.append(own)
     return found
 
 
@@ -104,11 +213,10 @@ def row_blocks(own: Own, ops):
 
 
 def write_pieces(path: Path, own: list[Own], ops, watch=lambda blocks, total: blocks) -> dict:
-    """Write one rank's file; return {bytes, sha256, seconds}, or the error of a disk.
+    """Write one rank's file; return {bytes, sha256}, or the error of a disk.
 
     watch(blocks, their bytes): yields the blocks, and may show how far they are.
     """
-    start = perf_counter()
     head = safetensors_head(
         (one.piece.key, ops.accum_dtype, boxes.shape_of(one.piece.box)) for one in own
     )
@@ -118,22 +226,12 @@ def write_pieces(path: Path, own: list[Own], ops, watch=lambda blocks, total: bl
         size, digest = write_new(path, itertools.chain([head], watch(blocks, total)))
     except OSError as error:
         return {"error": error.strerror or str(error)}
-    return {"bytes": size, "sha256": digest, "seconds": perf_counter() - start}
+    return {"bytes": size, "sha256": digest}
 
 
-def num_elements(own: list[Own]) -> int:
-    """Return how many numbers a copy of these pieces has."""
-    return sum(boxes.volume(piece.box) for piece, _ in own)
-
-
-def views_of(room, own: list[Own]) -> list[Own]:
-    """Return the pieces as consecutive views of a flat host array."""
-    found, start = [], 0
-    for piece, _ in own:
-        stop = start + boxes.volume(piece.box)
-        found.append(Own(piece, room[start:stop].reshape(boxes.shape_of(piece.box))))
-        start = stop
-    return found
+def copies_of(own: list[Own], empty: Callable[..., object], dtype: np.dtype) -> list[Own]:
+    """Return the pieces with new arrays of the same shapes, made by empty(shape, dtype)."""
+    return [Own(piece, empty(boxes.shape_of(piece.box), dtype)) for piece, _ in own]
 
 
 class Flight(NamedTuple):
@@ -148,9 +246,9 @@ class Flight(NamedTuple):
 class Saver:
     """Writes checkpoints of a worker's state into `folder`, which belongs to this run alone.
 
-    Every rank creates its Saver, and calls `save`, `commit` and `finish` at the same step. All
-    three raise OutputError on every rank if any rank could not write; the partial folder is then
-    removed, and earlier checkpoints are unchanged.
+    Every rank creates its Saver, and calls `save` and `commit` at the same step. Both raise
+    OutputError on every rank if any rank could not write; the partial folder is then removed, and
+    earlier checkpoints are unchanged.
 
     keep: how many of the newest checkpoints to keep (0: all). background: whether a thread writes a
     copy of the state while training continues; it never calls MPI. facts: `config`, the
@@ -159,7 +257,7 @@ class Saver:
     this rank's own writing is, see `write_pieces`; not in background.
 
     saved: the step of the last commit, or None. blocked_seconds: how long the last `save` blocked
-    training. write_seconds: how long this rank wrote for the last commit.
+    training.
     Comm: one gather over the world.
     """
 
@@ -190,22 +288,24 @@ class Saver:
             for _, param in worker.all_params
         }
         if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
-            islands = worker.config.grid.islands
-            kinds = {
-                param.name: saved_kinds(worker.optimizer.kinds_of(param), islands)
+            found: Counter = Counter()
+            for piece in self.pieces:
+                found[piece.tensor, piece.kind] += boxes.volume(piece.box)
+            needed = {
+                (param.name, kind): math.prod(param.shape)
                 for _, param in worker.all_params
+                for kind in saved_kinds(
+                    worker.optimizer.kinds_of(param), worker.config.grid.islands
+                )
             }
-            problem = piece_problem(self.tensors, kinds, self.pieces)
-            assert not problem, problem
-        # Deletes old files, which takes a tenth of a save; in background mode it also writes.
-        self.thread, self.deletion = ThreadPoolExecutor(1, "checkpoint"), None
+            assert dict(found) == needed, "the pieces do not cover the state"
         self.copy = None
         if background:
-            room = worker.ops.pinned((num_elements(self.own),), worker.ops.accum_dtype)
-            self.copy = views_of(room, self.own)
+            self.thread = ThreadPoolExecutor(1, "checkpoint")
+            self.copy = copies_of(self.own, worker.ops.pinned, worker.ops.accum_dtype)
         self.flight: Flight | None = None
         self.saved: int | None = None
-        self.blocked_seconds = self.write_seconds = 0.0
+        self.blocked_seconds = 0.0
 
     def save(self, step: int) -> None:
         """Save the state after `step`; in background mode only the copy is made here.
@@ -235,25 +335,6 @@ class Saver:
         """Return whether a background save is in flight and this rank has written its file."""
         return self.flight is not None and self.flight.outcome.done()
 
-    def moved(self) -> int:
-        """Return the bytes that all ranks have written of the save in flight, for the watchdog.
-
-        They grow on a slow disk even while this rank waits for another one.
-        """
-        flight = self.flight
-        with contextlib.suppress(OSError):  # it may be committed at this moment
-            return sum(one.stat().st_size for one in os.scandir(flight.partial)) if flight else 0
-        return 0
-
-    def finish(self) -> None:
-        """Wait for a save in flight, commit it, and wait until old files are deleted.
-
-        Comm: that of `commit`.
-        """
-        self.commit()
-        if self.deletion is not None:
-            self.deletion.result()
-
     def commit(self) -> None:
         """Commit the save in flight, if there is one; wait for this rank's writing.
 
@@ -263,7 +344,6 @@ class Saver:
         if flight is None:
             return
         start, written = perf_counter_ns(), flight.outcome.result()
-        self.write_seconds = written.get("seconds", 0.0)
         self.comm.barrier("save.written")
         facts = gather_objects(self.mpi_world, written | {"loss_scale": flight.loss_scale})
         problem = self._commit_files(flight, facts) if facts else ""
@@ -299,37 +379,36 @@ class Saver:
 
     def _commit_files(self, flight: Flight, facts: list[dict]) -> str:
         """Write the manifest and rename the folder; return why that failed, or "". Rank 0 only."""
-        partial, numbered = flight.partial, [*enumerate(facts)]
-        files = {
-            pieces_file(number): File(fact["bytes"], fact["sha256"])
-            for number, fact in numbered
-            if "error" not in fact
-        }
-        failed = [f"rank {number}: {fact['error']}" for number, fact in numbered if "error" in fact]
-        failed += file_problems(partial, files)  # as when hosts do not share the folder
+        partial = flight.partial
+        scales = [Scale(**fact.pop("loss_scale")) for fact in facts]
+        failed = [
+            f"rank {rank}: {fact['error']}" for rank, fact in enumerate(facts) if "error" in fact
+        ]
         try:
             if not failed:
-                scales = [fact["loss_scale"] for fact in facts[:: self.worker.comms["inner"].size]]
+                files = {pieces_file(rank): File(**fact) for rank, fact in enumerate(facts)}
+                first, *further = scales[:: self.worker.comms["inner"].size]
                 manifest = Manifest(
                     step=flight.step,
                     config=self.facts["config"],
                     layout=self.worker.grid.layout,
                     schedule=self.worker.schedule.name,
-                    loss_scale=scales[0],
+                    loss_scale=first,
                     data=self.facts["data"],
                     tensors=self.tensors,
                     files=files,
                     pieces=self.pieces,
-                    further_scales=tuple(scales[1:]),
+                    further_scales=tuple(further),
                 )
+                failed = file_problems(partial, files)  # as when hosts do not share the folder
+            if not failed:
                 write_new(partial / NAME, [manifest.text().encode()])
                 sync_folder(partial)
                 put_in_place(partial, flight.step)
         except OSError as error:
             failed = [error.strerror or str(error)]
         if failed:
-            delete([partial])
+            delete(partial)
             return self._failure(flight.step, "; ".join(failed))
-        outdated = rename_outdated(self.folder, flight.step, self.keep)
-        self.deletion = self.thread.submit(delete, outdated)
+        remove_outdated(self.folder, flight.step, self.keep)
         return ""

@@ -1,7 +1,8 @@
-"""The files of a folder of weights: one, or several with an index that says where each tensor is.
+"""Safetensors files, and a folder of weights: one file, or several with an index of their names.
 
-Names and index are Hugging Face's: `model.safetensors`, or `model-00001-of-00003.safetensors` and
-so on beside `model.safetensors.index.json`. mpipar writes one file.
+The library `safetensors` checks and reads files; their head is made here. Names and index are
+Hugging Face's: `model.safetensors`, or `model-00001-of-00003.safetensors` and so on beside
+`model.safetensors.index.json`. mpipar writes one file.
 """
 
 from __future__ import annotations
@@ -15,27 +16,72 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from mpipar.config.text import brief, shown
 from mpipar.errors import DataError
-from mpipar.run.checkpoint.tensor_file import Entry, entries, open_tensors, safetensors_head
-from mpipar.run.files.bounded import problems_as, read_json
+from mpipar.run.files.bounded import built, open_regular, problems_as, read_json
 from mpipar.run.files.recognize import SAFETENSORS, recognize
 from mpipar.run.files.replace import replaced_files
-from mpipar.run.files.typed import built
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 BESIDE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")  # a name in the same folder
 MOST_INDEX = 16 << 20  # bytes; a tensor takes about 120
-MOST_TOLD = 10  # problems reported for one index
 DIGESTS = "digests.json"  # SHA-256 of each file of weights, as it was written
 OTHERS = (".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".npz", ".safetensors", ".gz", ".zip")
-ADAPTER = "adapter_config.json"
-ADAPTER_CURE = "this is a LoRA adapter; merge it into its model (merge_and_unload of peft)"
+NUMBERS = {
+    "F64": np.dtype("<f8"),
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class Entry(NamedTuple):
+    """A tensor's entry in the header: safetensors' name of its type, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def open_tensors(path):
+    """Return the library's open file; raise OSError or ValueError for what is wrong with it."""
+    kind = recognize(path)
+    if kind not in (None, SAFETENSORS):
+        raise ValueError(f"is {kind}")
+    with open_regular(path) as file:  # the library would wait for a pipe
+        try:
+            return safe_open(path, "np")
+        except SafetensorError as error:
+            size = os.fstat(file.fileno()).st_size
+            text = brief(str(error).removeprefix("Error while deserializing header: "), 200)
+            raise ValueError(f"is not a whole safetensors file ({size:,} bytes): {text}") from None
+
+
+def safetensors_head(tensors) -> bytes:
+    """Return the bytes of a safetensors file before its numbers.
+
+    tensors: (name, dtype, shape) in the order in which their numbers follow, without gaps. The
+    library writes only what is in memory as a whole.
+    """
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    names = {dtype: name for name, dtype in NUMBERS.items()}
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * dtype.itemsize
+        header[name] = {
+            "dtype": names[dtype],
+            "shape": list(shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 class WeightFiles(ExitStack):
@@ -48,76 +94,53 @@ class WeightFiles(ExitStack):
     def __init__(self, folder):
         super().__init__()
         self.folder, self.where = Path(folder), str(folder)
-        self.files: dict[str, safe_open] = {}
-        self.tensors: dict[str, Entry] = {}
-        self.file_of: dict[str, str] = {}
-        where, wrong, expected = self.where, [], index_of(self.folder)
-        other = "" if expected else instead_of_weights(self.folder)
-        with ExitStack() as opened:  # all are closed at once if one is refused
-            for name in dict.fromkeys(expected.values()) or [WEIGHTS]:
-                with problems_as(DataError, f"{where}: {name}", other):
-                    file = opened.enter_context(open_tensors(self.folder / name))
-                self.files[name], found = file, entries(file)
-                wrong += [
-                    f"{where}: tensor {shown(one)} is in {self.file_of[one]} and in {name}"
-                    for one in found.keys() & self.tensors.keys()
-                ]
-                self.tensors |= found
-                self.file_of |= dict.fromkeys(found, name)
-            wrong += [
-                f"{where}: {INDEX}: says that tensor {shown(one)} is in {name}, which lacks it"
-                for one, name in expected.items()
-                if not wrong and self.file_of.get(one) != name
-            ]
-            if wrong:
-                raise DataError(wrong[:MOST_TOLD])
-            self.push(opened.pop_all())
+        self.slices, names = {}, index_of(self.folder)
+        other = "" if names else instead_of_weights(self.folder)
+        for name in names or [WEIGHTS]:
+            with problems_as(DataError, f"{self.where}: {name}", other):
+                file = self.enter_context(open_tensors(self.folder / name))
+            found = {one: file.get_slice(one) for one in file.keys()}  # noqa: SIM118 (no mapping)
+            if twice := found.keys() & self.slices.keys():
+                raise DataError(f"{self.where}: tensor {shown(min(twice))} is in two files")
+            self.slices |= found
+        self.tensors = {
+            name: Entry(one.get_dtype(), tuple(one.get_shape()))
+            for name, one in self.slices.items()
+        }
 
     def rows(self, name: str, first: int, last: int) -> np.ndarray:
         """Return the rows [first, last) of a tensor whose type is one of NUMBERS."""
-        return self.files[self.file_of[name]].get_slice(name)[first:last]
+        return self.slices[name][first:last]
 
 
 def instead_of_weights(folder: Path) -> str:
-    """Return what to do if a folder has no model.safetensors, by what it has instead, or ""."""
+    """Return what to do if a folder has no model.safetensors, naming what it has instead, or ""."""
     if os.path.exists(folder / WEIGHTS) or not os.path.isdir(folder):
         return ""
-    if os.path.exists(folder / ADAPTER):
-        return f"{ADAPTER} is there: {ADAPTER_CURE}"
-    for name in sorted(os.listdir(folder)):
-        kind = recognize(folder / name) if name.endswith(OTHERS) else None
-        if kind == SAFETENSORS:
-            return f"there is {brief(name)}: give it the name {WEIGHTS}, or add {INDEX}"
-        if kind:
-            return f"{brief(name)} is {kind}"
-    return "only safetensors can be read: let transformers save the weights in that format"
+    found = [name for name in sorted(os.listdir(folder)) if name.endswith(OTHERS)]
+    here = f", and here is {brief(', '.join(found), 200)}" if found else ""
+    cure = "let transformers save the whole model, with a LoRA adapter merged into it"
+    return f"weights are read from {WEIGHTS} or {INDEX}{here}: {cure}"
 
 
-def index_of(folder: Path) -> dict[str, str]:
-    """Return {tensor: name of its file} of a folder's index; {} for one file without an index."""
+def index_of(folder: Path) -> list[str]:
+    """Return the names of the files in a folder's index; [] for one file without an index."""
     if os.path.exists(folder / WEIGHTS) or not os.path.exists(folder / INDEX):
-        return {}
+        return []
     where = f"{folder}: {INDEX}"
     content = read_json(folder / INDEX, where=where, most_bytes=MOST_INDEX)
-    found = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(found, dict) or not found:
-        raise DataError(f"{where}: has no object 'weight_map' with the file of each tensor")
-    wrong = [
-        f"{where}: {shown(name)} does not name a file in this folder ending in .safetensors"
-        for name in dict.fromkeys(map(str, found.values()))
-        if not BESIDE.fullmatch(name)
-    ]
-    if wrong:
-        raise DataError(wrong[:MOST_TOLD])
-    return found
+    with problems_as(DataError, where):
+        found = built(dict[str, str], built(dict, content, "it").get("weight_map"), "weight_map")
+    names = sorted({*found.values()})
+    if not names or not all(map(BESIDE.fullmatch, names)):
+        raise DataError(f"{where}: does not name files in this folder ending in .safetensors")
+    return names
 
 
 def weight_paths(folder: Path) -> list[Path]:
     """Return the files of a folder of weights, including the index. Raises DataError."""
     index = index_of(folder)
-    return [
-        folder / name for name in ([INDEX, *sorted(set(index.values()))] if index else [WEIGHTS])
-    ]
+    return [folder / name for name in ([INDEX, *index] if index else [WEIGHTS])]
 
 
 def write_weights(
@@ -155,9 +178,7 @@ def written_digests(folder: Path) -> dict[str, str]:
     content = read_json(path)
     with problems_as(DataError, str(path)):
         found = built(dict[str, str], content, "its content")
-    return {
-        name: digest for name, digest in found.items() if name == INDEX or BESIDE.fullmatch(name)
-    }
+    return {name: digest for name, digest in found.items() if BESIDE.fullmatch(name)}
 
 
 def check_digests(folder: Path, found: Mapping[str, str]) -> None:
@@ -166,11 +187,9 @@ def check_digests(folder: Path, found: Mapping[str, str]) -> None:
     found: {name: SHA-256} of the files that are read.
     """
     written = written_digests(folder)
-    wrong = [
-        f"{folder / name}: is damaged, or was changed: its SHA-256 is {found[name]},"
-        f" {written[name]} was written; if you changed it, remove {folder / DIGESTS}"
-        for name in sorted(written.keys() & found.keys())
-        if written[name] != found[name]
-    ]
+    wrong = [name for name, digest in found.items() if written.get(name, digest) != digest]
     if wrong:
-        raise DataError(wrong[:MOST_TOLD])
+        raise DataError(
+            f"{folder / wrong[0]}: is damaged, or was changed: another SHA-256 was written; if you"
+            f" changed it, remove {folder / DIGESTS}"
+        )

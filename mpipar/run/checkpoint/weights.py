@@ -23,8 +23,7 @@ from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import boxes, formats, tokenizer_files
 from mpipar.run.checkpoint.load import Pieces
 from mpipar.run.checkpoint.manifest import read_manifest
-from mpipar.run.checkpoint.tensor_file import NUMBERS
-from mpipar.run.checkpoint.weight_files import ADAPTER_CURE, WeightFiles, write_weights
+from mpipar.run.checkpoint.weight_files import NUMBERS, WeightFiles, write_weights
 
 MOST_TOLD = 20  # problems of tensors that are reported
 MOST_MISSING = 5  # with more, all names may be other ones
@@ -128,10 +127,11 @@ def write(folder: Path, model, dtype, blocks) -> None:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
 
 
-def weight_problems(config) -> list[str]:
-    """Return what is wrong with the initial weights' tensors, reading only names and shapes.
+def unread_notes(config) -> list[str]:
+    """Return a note that names the tensors in the files of the first weights that are not read.
 
-    An unusable configuration gives no problem here; it is reported when the model's shape is read.
+    Only names and shapes are read. Raises DataError that names all tensors that are missing or
+    differ from the model of config.json; what is wrong with that is reported when it is read.
     """
     folder = config.run.init_from
     if folder is None:
@@ -140,71 +140,63 @@ def weight_problems(config) -> list[str]:
         model = model_config(asdict(config.model) | formats.model_settings(folder))
     except DataError:
         return []
-    try:
-        with _source(folder, model) as (wrong, *_):
-            return wrong
-    except DataError as error:
-        return error.problems
+    with _source(folder, model) as (_, rest):
+        what = f"{folder}: tensors that the model of config.json does not have, not read"
+        return [f"{what}: {formats.some_names(rest)}"] if rest else []
 
 
 def load(worker, folder: str) -> None:
     """Read this rank's shards of every tensor, one block of rows at a time.
 
     folder: of weight files, or a checkpoint, of which the master weights are read. Raises DataError
-    that names all tensors that are missing, have another shape, or contain numbers that are not
-    finite.
+    for tensors that do not fit, and for one that contains numbers that are not finite.
     """
-    with _source(folder, worker.config.model) as (wrong, read, found):
-        if wrong:
-            raise DataError(wrong)
-        bad = _fill(worker, read)
-    if bad:
-        names = [name for param in bad for name in found.get(param, [param])]
-        raise DataError(
-            f"{folder}: not all numbers are finite in {worker.ops.accum_dtype.name}, in"
-            f" {formats.some_names(names)}; give other weights"
-        )
+    with _source(folder, worker.config.model) as (read, _):
+        _fill(worker, read, folder)
 
 
 @contextmanager
 def _source(folder: str, model):
-    """Yield (problems of the tensors, a function, {parameter: its tensors in files}) of weights.
+    """Yield (a function, names of tensors that the model does not have) of weights.
 
-    The function (Param, box) -> (box, array) reads parts that cover a box.
+    The function (Param, box) -> (box, array) reads parts that cover a box. Raises DataError.
     """
     if formats.is_step(folder):
         manifest = read_manifest(Path(folder))
-        wrong = _shape_problems(folder, manifest.tensors, model)
+        if wrong := _shape_problems(folder, manifest.tensors, model):
+            raise DataError(wrong)
         with Pieces(folder, manifest) as pieces:
-            yield wrong, lambda param, box: pieces.read(param.name, "master", box), {}
+            yield lambda param, box: pieces.read(param.name, "master", box), []
     else:
         with WeightFiles(folder) as files:
             found, wrong = _find(files, model)
-            yield wrong, lambda param, box: _read(files, found[param.name], param, box), found
+            if wrong:
+                raise DataError(wrong[:MOST_TOLD])
+            # A head that a tied model does not have is its embedding; another one is refused.
+            read = {name for one in found.values() for name in one} | {HEAD}
+            rest = [name for name in files.tensors if name not in read and not BUFFERS.search(name)]
+            yield lambda param, box: _read(files, found[param.name], param, box), rest
 
 
-def _fill(worker, blocks_of) -> list[str]:
-    """Fill this rank's shards; return the parameters of which not all numbers are finite.
+def _fill(worker, blocks_of, folder: str) -> None:
+    """Fill this rank's shards; raise DataError if not all numbers are finite.
 
     blocks_of(param, its box): (box, array) of parts that cover the box. Padding stays zero.
     """
-    ops, bad = worker.ops, {}  # in order, each once
+    ops = worker.ops
     for flat in worker.flats:
         for param in flat.params:
-            held, shard = param.box, param.master
-            if shard is None:  # the data group shards it: a rank keeps only its pieces
-                shard = ops.zeros(param.local_shape, ops.accum_dtype, label="buffers")
-            for box, block in blocks_of(param, held):
+            shard = ops.zeros(param.local_shape, ops.accum_dtype, label="buffers")
+            for box, block in blocks_of(param, param.box):
                 # A float64 that overflows float32 is not finite.
                 with np.errstate(over="ignore", invalid="ignore"):
                     values = np.ascontiguousarray(block, dtype=ops.accum_dtype)
                 if not np.isfinite(values).all():
-                    bad[param.name] = True
-                ops.copy(shard[boxes.within(box, held)], ops.asarray(values))
-            if param.master is None:
-                flat.keep(param, shard)
+                    what = f"not all numbers of {param.name} are finite in {values.dtype.name}"
+                    raise DataError(f"{folder}: {what}; give other weights")
+                ops.copy(shard[boxes.within(box, param.box)], ops.asarray(values))
+            flat.keep(param, shard)  # the data group may shard it: a rank keeps only its pieces
         flat.copy_master_to_params()
-    return [*bad]
 
 
 def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
@@ -231,8 +223,6 @@ def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
         wrong += _missing(files, missing, {name for one in found.values() for name in one})
     elif not wrong and model.tied:
         wrong += _head_problems(files, next(iter(found["embedding.tokens"])))
-    if len(wrong) > MOST_TOLD:
-        wrong[MOST_TOLD:] = [f"{files.where}: and {len(wrong) - MOST_TOLD} other tensors"]
     return found, wrong
 
 
@@ -241,43 +231,22 @@ def _missing(files: WeightFiles, missing: list[str], read: set[str]) -> list[str
     others = [name for name in files.tensors if name not in read]
     if len(missing) <= MOST_MISSING or not others:
         return [f"{files.where}: tensor {name} is missing" for name in missing]
-    other = next((name for name in others if ".lora_" in name), others[0])
-    cure = ADAPTER_CURE if ".lora_" in other else "save the model itself, not what wraps it"
+    cure = "save the model itself, not what wraps it, with a LoRA adapter merged into it"
     text = f"tensor {missing[0]} and {len(missing) - 1:,} more are missing; the file has names such"
-    return [f"{files.where}: {text} as {brief(other)} instead: {cure}"]
+    return [f"{files.where}: {text} as {brief(others[0])} instead: {cure}"]
 
 
 def _head_problems(files: WeightFiles, table: str) -> list[str]:
     """Return a problem if the files of a tied model have a head that is not its embedding."""
-    head, other = files.tensors.get(HEAD), files.tensors[table]
-    if head is None or (
-        head.shape == other.shape and head.dtype in NUMBERS and _same(files, table)
+    if HEAD not in files.tensors:
+        return []
+    blocks = boxes.row_blocks(boxes.whole_box(files.tensors[table].shape), 8)
+    if files.tensors[HEAD] == files.tensors[table] and all(
+        np.array_equal(files.rows(HEAD, *rows), files.rows(table, *rows)) for rows, *_ in blocks
     ):
         return []
     cure = 'write "tie_word_embeddings": false there to use this head, or remove it from the file'
     return [f"{files.where}: tensor {HEAD} is not {table}, but config.json ties them: {cure}"]
-
-
-def _same(files: WeightFiles, table: str) -> bool:
-    """Return whether the head has the numbers of a table."""
-    return all(
-        np.array_equal(files.rows(HEAD, *rows), files.rows(table, *rows))
-        for rows, *_ in boxes.row_blocks(boxes.whole_box(files.tensors[table].shape), 8)
-    )
-
-
-def unread_notes(config) -> list[str]:
-    """Return a note that names the tensors in the files of the first weights that are not read."""
-    folder = config.run.init_from
-    if folder is None or formats.is_step(folder):
-        return []
-    with WeightFiles(folder) as files:
-        found, _ = _find(files, config.model)
-    # A head that a tied model does not have is its embedding; another one is refused.
-    read = {name for one in found.values() for name in one} | {HEAD}
-    rest = [name for name in files.tensors if name not in read and not BUFFERS.search(name)]
-    what = f"{folder}: tensors that the model of config.json does not have, not read"
-    return [f"{what}: {formats.some_names(rest)}"] if rest else []
 
 
 def _read(files: WeightFiles, tensors: dict, param, held):

@@ -91,7 +91,7 @@ def _of_json(file, progress) -> Iterator[tuple[str, bool]]:
         progress(len(line))
         with problems_as(ValueError, f"line {number:,}"):
             text = "".join(text_pieces([line]))
-            value = parse_json(text, huge=True) if text.strip() else {KEY: ""}
+            value = parse_json(text) if text.strip() else {KEY: ""}
             found = value.get(KEY) if isinstance(value, dict) else None
             if not isinstance(found, str):
                 raise ValueError(f'must be an object with a text named "{KEY}"')

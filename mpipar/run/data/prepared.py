@@ -33,9 +33,8 @@ from mpipar.run.data.tokenizer import (
     read_files,
     settings_file,
 )
-from mpipar.run.files.bounded import open_regular, parse_json, problems_as, read_bytes
+from mpipar.run.files.bounded import built, open_regular, parse_json, problems_as, read_bytes
 from mpipar.run.files.replace import replace_file
-from mpipar.run.files.typed import built
 
 NAME, FORMAT = "dataset.json", 1
 PARTS = ("train.bin", "val.bin")

@@ -331,7 +331,7 @@ def _text(content: bytes) -> str:
 
 def _json(files: dict[str, bytes], name: str) -> dict:
     """Return the object in a JSON file, {} without it. Raises ValueError."""
-    return parse_json(_text(files.get(name, b"{}")), huge=True)
+    return parse_json(_text(files.get(name, b"{}")))
 
 
 def settings_file(end: bool) -> bytes:

@@ -1,4 +1,4 @@
-"""Reads user-supplied files: regular files only, and values within bounds.
+"""Reads user-supplied files: regular files only, values within bounds, entries of annotated types.
 
 A broken file must cost no more than one sentence, so anything too large or too deep is refused
 before it is processed. Each function raises the error class that the caller names:
@@ -7,7 +7,6 @@ DataError for data, UsageError for a configuration.
 
 from __future__ import annotations
 
-import codecs
 import errno
 import json
 import math
@@ -15,8 +14,11 @@ import os
 import re
 import stat
 import tomllib
+import types
+import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,7 +29,7 @@ from mpipar.run.files.recognize import HEAD, recognized
 
 MOST_BYTES = 1 << 20  # of a file whose reader sets no other limit
 MOST_DEPTH = 32  # nested lists and objects
-TOO_DEEP = f"has lists or objects nested more than {MOST_DEPTH} deep"
+MOST_BITS = 128  # of an integer; tokenizers write 10**30 for "no limit"
 ODD = re.compile("[\0\ud800-\udfff]")  # no file's name has a zero, no UTF-8 half a character
 
 
@@ -37,8 +39,6 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
     A pipe without a writer would block, and a device has no end. root: a run folder to which the
     path is relative, and below which no link is followed; without it, links are followed.
     """
-    if "\0" in os.fspath(path):
-        raise OSError(errno.EINVAL, "a file name cannot contain a zero byte")
     if root is None:
         return open(path, "rb", opener=_open_regular)
     return open(no_links.opened(root, os.fspath(path), os.O_RDONLY), "rb")
@@ -59,10 +59,9 @@ def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
     root: see `open_regular`, here and below.
     """
     with open_regular(path, root) as file:
-        content = file.read(min(most_bytes, os.fstat(file.fileno()).st_size) + 1)
-        size = max(len(content), os.fstat(file.fileno()).st_size)
-    if size > most_bytes:
-        raise ValueError(f"has {size:,} bytes; the limit is {most_bytes:,}")
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise ValueError(f"has more than {most_bytes:,} bytes, which is the limit")
     return content
 
 
@@ -75,8 +74,6 @@ def read_text(path, *, most_bytes: int = MOST_BYTES, root=None) -> str:
 
 
 def _text_of(content: bytes) -> str:
-    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise ValueError("is text in UTF-16; save it in UTF-8")
     try:
         return content.decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -111,64 +108,96 @@ def read_toml(path, error: type[UserError], *, where: str = "") -> dict:
         return parse_toml(read_text(path))
 
 
-def parse_json(text: str, *, huge: bool = False):
+def parse_json(text: str):
     """Return the value of a JSON text; ValueError says what is wrong and where.
 
     Besides invalid JSON, it refuses what `_check` lists, and duplicate keys in an object.
-    huge: allow integers of more than 64 bits, as in transformers' tokenizer_config.json.
     """
-    value = decode_json(text)
-    _check(value, huge=huge)
-    return value
-
-
-def decode_json(text: str):
-    """Return the value of a JSON text whose values the caller checks; raises ValueError."""
-    return _decoded("JSON", DECODER.decode, text)
+    return _checked("JSON", DECODER.decode, text)
 
 
 def parse_toml(text: str) -> dict:
-    """Return the table of a TOML text; ValueError says what is wrong and where.
+    """Return the table of a TOML text, as `parse_json` does; numbers may be infinite or NaN."""
+    return _checked("TOML", tomllib.loads, text)
 
-    Besides invalid TOML, it refuses what `_check` lists, except numbers that are not finite.
-    """
-    value = _decoded("TOML", tomllib.loads, text)
-    _check(value, finite=False)
+
+def _checked(kind: str, decode: Callable[[str], Any], text: str):
+    """Return decode(text) if nothing is wrong with it; ValueError says why in one line."""
+    try:
+        value = decode(text)
+        _check(value, finite=kind == "JSON")
+    except RecursionError:
+        raise ValueError(f"has lists or objects nested more than {MOST_DEPTH} deep") from None
+    except ValueError as error:
+        raise ValueError(f"is not {kind}: {brief(str(error), 200)}") from None
     return value
 
 
-def _decoded(kind: str, decode: Callable[[str], Any], text: str):
-    """Return decode(text); if it fails, ValueError says why in one line."""
-    try:
-        return decode(text)
-    except RecursionError:
-        raise ValueError(TOO_DEEP) from None
-    except ValueError as error:
-        raise ValueError(f"is not {kind}: {brief(str(error), 200)}") from None
-
-
 def _object(pairs: list[tuple]) -> dict:
-    found: dict = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"an object has the key {shown(name)} twice")
-        found[name] = value
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("an object has a key twice")
     return found
 
 
 DECODER = json.JSONDecoder(object_pairs_hook=_object)  # shared: a trace has many short lines
 
 
-def _check(value, depth: int = 0, *, finite: bool = True, huge: bool = False):
-    """Raise ValueError for depth, a huge number, NaN, and text that no file or terminal takes."""
+def _check(value, depth: int = 0, *, finite: bool):
+    """Raise ValueError for a number without end and text that no file or terminal takes."""
     if depth > MOST_DEPTH:
-        raise ValueError(TOO_DEEP)
+        raise RecursionError
     if isinstance(value, dict | list):
         for one in [*value, *value.values()] if isinstance(value, dict) else value:
-            _check(one, depth + 1, finite=finite, huge=huge)
-    elif isinstance(value, str) and ODD.search(value):
-        raise ValueError(f"has a zero byte or half a character in the text {shown(value)}")
-    elif isinstance(value, int) and not huge and not -(2**63) <= value < 2**64:
-        raise ValueError("has an integer that 64 bits cannot hold")
-    elif finite and isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"has {value}, which is not a finite number")
+            _check(one, depth + 1, finite=finite)
+    elif (
+        (isinstance(value, str) and ODD.search(value))
+        or (isinstance(value, int) and value.bit_length() > MOST_BITS)
+        or (finite and isinstance(value, float) and not math.isfinite(value))
+    ):
+        raise ValueError(f"it may not have the value {shown(value)}")
+
+
+def built(kind, value, where: str):
+    """Return a JSON value as a value of an annotated type; ValueError says where it does not fit.
+
+    Types: dataclasses, named tuples, tuple[X, ...], tuple[X, X], dict[str, X], dict[int, X],
+    X | None, int of 64 bits, float, bool, dict, and str of one line.
+    """
+    if isinstance(kind, types.UnionType):  # X | None
+        return None if value is None else built(typing.get_args(kind)[0], value, where)
+    if typing.get_origin(kind) is tuple:
+        value, (inner, *more) = built(list, value, where), typing.get_args(kind)
+        if more != [...] and len(value) != 1 + len(more):
+            raise ValueError(f"{where} must have {1 + len(more)} values")
+        return tuple(built(inner, one, f"{where}[{place}]") for place, one in enumerate(value))
+    if typing.get_origin(kind) is dict:
+        key, inner = typing.get_args(kind)
+        return {
+            key(built(str, name, f"a name in {where}")): built(inner, one, f"{where}.{name}")
+            for name, one in built(dict, value, where).items()
+        }
+    if is_dataclass(kind) or hasattr(kind, "_fields"):
+        return _record(kind, built(dict, value, where), where)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if (
+        type(value) is not kind
+        or (kind is int and not -(2**63) <= value < 2**63)
+        or (kind is float and not math.isfinite(value))
+        or (kind is str and not value.isprintable())
+    ):
+        raise ValueError(f"{where} is {shown(value)}, not a legal {kind.__name__}")
+    return value
+
+
+def _record(kind, value: dict, where: str):
+    """Return a dataclass or a named tuple of the entries of an object."""
+    hints = typing.get_type_hints(kind)
+    if unknown := sorted(value.keys() - hints.keys()):
+        raise ValueError(f"{where} has an unknown key {shown(unknown[0])}")
+    try:
+        return kind(
+            **{name: built(hints[name], one, f"{where}.{name}") for name, one in value.items()}
+        )
+    except TypeError as error:  # it names the keys that are missing
+        raise ValueError(f"{where} has not all of its keys: {error}") from None

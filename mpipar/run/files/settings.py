@@ -160,34 +160,36 @@ def choice_problems(config: Config, given: dict) -> list[str]:
 
 def _read_file(path: str, problems: list[str], notes: list[str]) -> dict:
     """Return the known keys of a TOML file, spelled as fields; add problems and notes."""
+    where = "--config " + (path or "''")
     try:
-        where = "--config " + (path or "''")
         table = read_toml(path, UsageError, where=where)
     except UsageError as error:
         problems += error.problems
         return {}
-    if len(table) > 2 * len(FIELDS):  # a sentence about each would take minutes
-        problems.append(f"--config {path}: has {len(table):,} keys; only {len(FIELDS)} exist")
-        return {}
-    found = {}
+    found, wrong, news = _keys(table)
+    problems += [f"{where}: {text}" for text in wrong]
+    notes += [f"{where}: {text}" for text in news]
+    return found
+
+
+def _keys(table: dict) -> tuple[dict, list[str], list[str]]:
+    """Return ({field or "layout": raw value}, problems, notes on keys that are gone) of TOML."""
+    found, problems, notes = {}, [], []
     for key, value in table.items():
+        old = key.replace("-", "_")
+        name, raw = today(old, value)
         try:
             if isinstance(value, dict):
                 raise ValueError(f"{brief(key)}: unknown key; keys are at the top level")
-            old = key.replace("-", "_")
             if note := gone(old, value):
-                notes.append(f"--config {path}: {note}")
-                continue
-            name, raw = today(old, value)
-            if name not in FIELDS and name != "layout":
-                what = unknown_word(key, [*FIELDS, "layout"], "key")
-                raise ValueError(f"{brief(key)}: {what}")
-            if name in found:
-                raise ValueError(f"{key}: given twice, with a hyphen and an underscore")
-            found[name] = raw
+                notes.append(note)
+            elif name in FIELDS or name == "layout":
+                found[name] = raw
+            else:
+                raise ValueError(f"{brief(key)}: {unknown_word(key, [*FIELDS, 'layout'], 'key')}")
         except ValueError as error:
-            problems.append(f"--config {path}: {error}")
-    return found
+            problems.append(str(error))
+    return found, problems, notes
 
 
 def expand_layout(source: dict, problems: list[str], names: Collection[str] = AXES) -> dict:
@@ -245,21 +247,15 @@ def _single(base: type, raw, is_text: bool):
 
 def values_of(text: str) -> dict[str, object]:
     """Return the values of the fields that to_toml wrote; ValueError for any other text."""
-    found = {}
-    for key, value in parse_toml(text).items():
-        name, raw = today(key.replace("-", "_"), value)
-        if gone(name, raw):
-            continue
-        if name not in FIELDS:
-            raise ValueError(f"{key} is not a setting of this version")
-        found[name] = _value(FIELDS[name], raw, False)
-    return found
+    found, problems, _ = _keys(parse_toml(text))
+    if problems:
+        raise ValueError(problems[0])
+    return {name: _value(FIELDS[name], raw, False) for name, raw in found.items()}
 
 
 def skipped(text: str) -> list[str]:
     """Return a note on each key of a saved configuration that `values_of` skips."""
-    found = [gone(key.replace("-", "_"), raw) for key, raw in parse_toml(text).items()]
-    return [note for note in found if note]
+    return _keys(parse_toml(text))[2]
 
 
 def to_toml(config: Config) -> str:

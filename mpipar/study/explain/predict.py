@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
@@ -17,7 +18,7 @@ from mpipar.comm.record import Recorder
 from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.stash import Stash
 from mpipar.models.decoder import Stage
-from mpipar.run.checkpoint.save import num_elements, own_pieces
+from mpipar.run.checkpoint.save import copies_of, own_pieces
 from mpipar.run.data import rows
 from mpipar.train.build import RULES
 from mpipar.train.muon import Muon
@@ -82,8 +83,8 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
     worker = worker_on_shapes(config, world_rank, Recorder(capacity=1 << 20), worst_case)
     ops = worker.ops
     if config.run.save_async and config.run.device == "cpu":  # a GPU's copy is in host memory
-        elements = num_elements(own_pieces(worker))
-        snapshot = ops.empty((elements,), ops.accum_dtype, label="snapshot")  # noqa: F841 (held)
+        empty = partial(ops.empty, label="snapshot")
+        snapshot = copies_of(own_pieces(worker), empty, ops.accum_dtype)  # noqa: F841 (held)
     blank_batch = rows.blank_batch
     # the first step in which islands meet
     worker.train_step(worker.outer.interval, lambda mb: blank_batch(ops, config))

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from mpipar.config.text import brief
 from mpipar.errors import DataError, UsageError, broken, suggestion
-from mpipar.run.files.bounded import problems_as, read_toml
-from mpipar.run.files.typed import built
+from mpipar.run.files.bounded import built, problems_as, read_toml
 
 SHEETS = Path(__file__).parent / "machines"
 GENERATIONS = ("a100", "h100")  # whose constants of a software stack apply

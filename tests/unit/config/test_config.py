@@ -353,12 +353,10 @@ def test_a_key_of_a_model_has_no_flag_but_a_file_sets_it(tmp_path):
         ("stage-layers = 3", ["--stage-layers", "must be a list", "[3,2,2,1]"]),
         ("stage-layers = []", ["--stage-layers", "not empty", "[3,2,2,1]"]),
         ("stage-layers = [3, true]", ["--stage-layers", "whole number"]),
-        ("seq-len = 3\nseq_len = 3", ["given twice"]),
         ("steps =\n", ["is not TOML", "line 1"]),
-        (f"lr = 1{'0' * 400}", ["64 bits cannot hold"]),
+        (f"lr = 1{'0' * 400}", ["may not have the value"]),
         ("layers = 2e9", ["--layers = 2000000000.0", "whole number"]),
         (f"layers = {'9' * 5000}", ["is not TOML", "digits"]),
-        ("\n".join(f"k{i} = 1" for i in range(9999)), ["has 9,999 keys"]),
     ],
 )
 def test_file_that_cannot_be_read(tmp_path, text, parts):

@@ -1,6 +1,6 @@
-"""Weights on disk: Hugging Face's files, one or several, imported and exported.
+"""Weights on disk: Hugging Face's files, one or several, imported, exported, believed or refused.
 
-Several ranks read and write them in tests/equal/run/test_weights_and_text.py.
+Several ranks read and write them in tests/equal/run/test_state.py.
 """
 
 import json
@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from config_helpers import reading_of
 from helpers import assert_close
-from in_process import alone, printed, refusal
-from one_rank import fresh, loaded, logits, split_weights, worker_for
-from program import LETTERS
+from in_process import alone, assert_refused, printed, refusal
+from one_rank import fresh, loaded, logits, split_weights
+from program import LETTERS, flip
 from safetensors.numpy import load_file, save_file
+from tokenizers_made import save_tokenizer
 
 from mpipar.errors import DataError, UsageError
 from mpipar.layers.stash import Batch
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.checkpoint.formats import model_settings
 from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.checkpoint.weight_files import DIGESTS, INDEX, WEIGHTS
 from mpipar.run.resolve import resolve
@@ -62,10 +62,9 @@ def test_imported_model_computes_what_gpt2_computes(prefix, tied, model):
     assert_close(logits(worker, ids[:4]), expected[:4], 1e-13, "logits of fewer tokens")
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_rows_shorter_than_the_table_of_positions(tokens, model, tmp_path):
+def test_rows_shorter_than_the_table_of_positions(model, tmp_path):
     """They use its first rows; the others get no gradient, and all are written again."""
-    folder, tensors = model()
+    (folder, tensors), tokens = model(), 4
     worker = loaded(folder, "float64", "--seq-len", str(tokens), "--optimizer", "sgd")
     ids = np.array([3, 16, 0, 7, 9])[: tokens + 1]
     expected = gpt2.logits(tensors, HEADS, ids[:-1])
@@ -80,19 +79,6 @@ def test_rows_shorter_than_the_table_of_positions(tokens, model, tmp_path):
     found = load_file(tmp_path / "out" / "model.safetensors")["transformer.wpe.weight"]
     changed = (found != tensors["wpe.weight"]).any(-1)
     assert changed.tolist() == [True] * tokens + [False] * (6 - tokens)
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert (written["n_positions"], written["n_ctx"]) == (6, 6)
-
-
-def test_each_tensor_counts(model):
-    """The comparison above has teeth: a change of any tensor of the file shows in the logits."""
-    folder, tensors = model(tied=False)
-    ids = np.array([3, 16, 0, 7, 7, 1])
-    expected = gpt2.logits(tensors, HEADS, ids)
-    for name, x in tensors.items():
-        changed_one = tensors | {name: x + 0.01 * np.cos(np.arange(x.size)).reshape(x.shape)}
-        gpt2.write_file(folder / "model.safetensors", changed_one)
-        assert np.abs(logits(loaded(folder), list(ids)) - expected).max() > 1e-5, name
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
@@ -100,48 +86,11 @@ def test_other_dtypes_are_read(dtype, model):
     folder, tensors = model(dtype=dtype)
     expected = gpt2.logits(tensors, HEADS, np.arange(6))
     assert_close(logits(loaded(folder), list(range(6))), expected, 1e-13, "logits")
-    single = logits(loaded(folder, "float32"), list(range(6)))
-    assert single.dtype == np.float32
-    assert_close(single, expected, 1e-5, "logits in float32")
 
 
-def test_default_ffn_width_and_what_else_is_in_the_file(model):
-    """n_inner null stands for 4 D; old files carry masks, which are not weights."""
-    folder, tensors = model(F=4 * SHAPE["D"])
-    gpt2.write_file(
-        folder / "model.safetensors",
-        tensors | {"h.0.attn.bias": np.ones((1, 1, 6, 6)), "h.0.attn.masked_bias": np.array(-1e4)},
-    )
-    assert json.loads((folder / "config.json").read_text())["n_inner"] is None
-    worker = loaded(folder)
-    assert worker.config.model.ffn == 48
-    assert_close(logits(worker, [1, 2]), gpt2.logits(tensors, HEADS, np.array([1, 2])), 1e-13, "y")
-
-
-def edit_config(folder, **values):
+def edit(folder, **values):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-@pytest.mark.parametrize(("values", "part"), [
-    ({"model_type": "bert"}, "model_type is 'bert'; mpipar computes gpt2, llama"),
-    ({"activation_function": "relu"}, "activation_function is 'relu'"),
-    ({"layer_norm_epsilon": "1e-6"}, "layer_norm_epsilon is '1e-6'"),
-    ({"layer_norm_epsilon": 2}, "norm-eps 2.0: must be less than 1"),
-    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
-    ({"n_layer": "2"}, "n_layer is '2'"),
-    ({"n_head": 0}, "n_head is 0"),
-    ({"n_embd": 12.0}, "n_embd is 12.0"),
-    ({"vocab_size": None}, "vocab_size is None"),
-    ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1"),
-    ({"hidden_size": 13}, "hidden_size is 13, but n_embd is 12"),
-    ({"n_ctx": 7}, "n_ctx is 7, but n_positions is 6"),
-])  # fmt: skip
-def test_configuration_of_another_model_is_refused(values, part, model):
-    folder, _ = model()
-    edit_config(folder, **values)
-    with pytest.raises(DataError, match=re.escape(part)):
-        model_settings(str(folder))
 
 
 def test_all_wrong_tensors_at_once(model):
@@ -155,7 +104,6 @@ def test_all_wrong_tensors_at_once(model):
     )
     with pytest.raises(DataError) as caught:
         loaded(folder)
-    assert checkpoint.weight_problems(worker_for(folder).config) == caught.value.problems
     found = sorted(problem.split("tensor ")[1] for problem in caught.value.problems)
     assert found == [
         "h.0.attn.c_proj.weight is [12, 13] in the file, [12, 12] in the model",
@@ -168,8 +116,7 @@ def test_all_wrong_tensors_at_once(model):
 # --- out
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("dtype", "tied"), [("float32", True), ("float64", False)])
 def test_written_file_is_what_hugging_face_writes(dtype, tied, tmp_path):
     worker = fresh(tied=tied, dtype=dtype)
     checkpoint.save(worker, tmp_path / "weights")
@@ -187,23 +134,6 @@ def test_written_file_is_what_hugging_face_writes(dtype, tied, tmp_path):
     }
     assert config["tie_word_embeddings"] is tied
     assert config["torch_dtype"] == dtype
-
-
-def test_a_crash_while_writing_leaves_the_former_file(tmp_path, monkeypatch):
-    checkpoint.save(fresh(), tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    plain = checkpoint.stream
-
-    def stream(worker, kind):
-        for number, block in enumerate(plain(worker, kind)):
-            if number == 9:
-                raise MemoryError("in the middle")
-            yield block
-
-    monkeypatch.setattr(checkpoint, "stream", stream)
-    with pytest.raises(MemoryError):
-        checkpoint.save(fresh(seed=1), tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -287,7 +217,6 @@ def named(file):
 
     def change(folder):
         index = json.loads((folder / INDEX).read_text())
-        assert index["weight_map"][POSITIONS] != file
         index["weight_map"][POSITIONS] = file
         (folder / INDEX).write_text(json.dumps(index))
 
@@ -299,23 +228,11 @@ def in_two_files(folder):
     save_file(load_file(folder / LAST) | {twice: np.zeros(3, F32)}, folder / LAST)
 
 
-def without_an_index(folder):
-    (folder / INDEX).rename(folder / "pytorch_model.bin")
-
-
-def without_safetensors(folder):
-    without_an_index(folder)
-    for path in folder.glob("*.safetensors"):
-        path.unlink()
-
-
-FOREIGN = ("../one/a.safetensors", "/etc/passwd", ".safetensors", "model.bin", "a\\b.safetensors")
 BROKEN = [
-    *((named(one), "not name a file in this folder") for one in (*FOREIGN, 7, ["a"], None)),
-    (named(FIRST), f"says that tensor '{POSITIONS}' is in {FIRST}, which lacks it"),
-    (in_two_files, f"' is in {FIRST} and in {LAST}"),
-    (without_an_index, f"there is {FIRST}: give it the name {WEIGHTS}, or"),
-    (without_safetensors, "model.safetensors: No such file or directory; only safetensors can be"),
+    *((named(one), "not name files in this folder") for one in ("../one/a.safetensors", "a.bin")),
+    (named(7), "weight_map"),
+    (in_two_files, "' is in two files"),
+    (lambda folder: (folder / LAST).unlink(), f"{LAST}: No such file"),
 ]
 
 
@@ -323,10 +240,8 @@ BROKEN = [
 def test_a_broken_set_of_files_is_refused(change, part, sharded):
     folder, _ = sharded
     change(folder)
-    with pytest.raises(DataError) as caught:
+    with pytest.raises(DataError, match=re.escape(part)):
         loaded(folder)
-    assert checkpoint.weight_problems(worker_for(folder).config) == caught.value.problems
-    assert any(part in problem for problem in caught.value.problems)
 
 
 # --- runs, folders and checkpoints to start from
@@ -369,18 +284,13 @@ def test_a_run_stands_for_its_weights_or_its_newest_checkpoint(made, tmp_path):
         find_source(str(run), "it")
 
 
-@pytest.mark.parametrize("dtype", [None, "float32", "bfloat16"])
-def test_export_rounds(dtype, made, tmp_path):
-    words = () if dtype is None else ("--dtype", dtype)
-    printed("ckpt", "export", made / "run", "--out", tmp_path / "out", *words)
+def test_export_rounds(made, tmp_path):
+    printed("ckpt", "export", made / "run", "--out", tmp_path / "out", "--dtype", "bfloat16")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["torch_dtype"] == config["dtype"] == (dtype or "float32")
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float32
+    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
     found = load_file(tmp_path / "out" / WEIGHTS)
-    expected = load_file(made / "run" / "weights" / WEIGHTS)
-    assert found.keys() == expected.keys()
-    for name, x in expected.items():
-        assert found[name].tobytes() == x.astype(kind).tobytes(), name
+    for name, x in load_file(made / "run" / "weights" / WEIGHTS).items():
+        assert found[name].tobytes() == x.astype(ml_dtypes.bfloat16).tobytes(), name
 
 
 def test_export_beside_tokenizer_files(made, tmp_path):
@@ -399,3 +309,171 @@ def test_export_beside_tokenizer_files(made, tmp_path):
     for name in ("generation_config.json", "tokenizer_config.json", WEIGHTS):
         assert (tmp_path / "out" / name).read_bytes() == (weights / name).read_bytes()
     np.testing.assert_array_equal(flat(step), flat(weights))
+
+
+# --- weights of others
+
+
+LLAMA = {
+    "arch": "llama",
+    "norm": "rms",
+    "activation": "swiglu",
+    "positions": "rope",
+    "bias": "none",
+    "head_dim": 4,
+    "dtype": "float32",
+}
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": LLAMA | {"arch": "mistral"},
+    "qwen2": LLAMA | {"arch": "qwen2", "bias": "qkv"},
+    "mixtral": LLAMA | {"arch": "mixtral", "experts": 3},
+    "gpt2": {"dtype": "float32"},
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A function that writes random weights of a family; returns their folder."""
+
+    def save(family="llama", **values):
+        checkpoint.save(fresh(**FAMILIES[family] | values), tmp_path / "w")
+        return tmp_path / "w"
+
+    return save
+
+
+def change(folder, change_tensors):
+    """Rewrite a folder's file of weights with what a function makes of its tensors."""
+    tensors = load_file(folder / WEIGHTS)
+    save_file(change_tensors(tensors), folder / WEIGHTS)
+
+
+def problems(folder):
+    with pytest.raises(DataError) as caught:
+        loaded(folder)
+    return caught.value.problems
+
+
+# --- every tensor of a file is read or named
+
+
+@pytest.mark.parametrize(("family", "count"), [("gpt2", 1), ("llama", 3), ("mixtral", 1)])
+def test_a_tensor_that_is_not_read_is_named(family, count, saved):
+    folder = saved(family, tied=False)
+    if count > 1:
+        split_weights(folder, count)
+    assert checkpoint.unread_notes(loaded(folder).config) == []
+    file = max(folder.glob("*.safetensors"))
+    prefix = "transformer.h.0.attn" if family == "gpt2" else "model.layers.0.self_attn"
+    buffers = {"transformer.h.0.attn.bias", "model.layers.1.self_attn.rotary_emb.inv_freq"}
+    strange = {f"{prefix}.strange.bias", "score.weight"}
+    save_file(load_file(file) | dict.fromkeys(buffers | strange, np.zeros(4)), file)
+    (note,) = checkpoint.unread_notes(loaded(folder).config)
+    assert {name.strip() for name in note.split("not read: ")[1].split(",")} == strange
+
+
+def test_layers_that_the_configuration_does_not_have_are_named(saved):
+    folder = saved()
+    edit(folder, num_hidden_layers=1)
+    (note,) = checkpoint.unread_notes(loaded(folder).config)
+    assert "model.layers.1." in note
+    assert note in alone("generate", folder, "--prompt", "5", "--sample-tokens", "1").ended().stderr
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_the_head_of_a_tied_model_is_its_embedding_or_refused(family, saved):
+    folder = saved(family, tied=True)
+    table = "transformer.wte.weight" if family == "gpt2" else "model.embed_tokens.weight"
+    change(folder, lambda one: one | {"lm_head.weight": one[table].copy()})
+    assert checkpoint.unread_notes(loaded(folder).config) == []
+    change(folder, lambda one: one | {"lm_head.weight": one[table][::-1].copy()})
+    (problem,) = problems(folder)
+    assert f"tensor lm_head.weight is not {table}" in problem
+    change(folder, lambda one: one | {"lm_head.weight": np.zeros((3, 5), np.int8)})
+    assert "lm_head.weight" in problems(folder)[0]
+    change(folder, lambda one: one | {"lm_head.weight": one[table][::-1].copy()})
+    edit(folder, tie_word_embeddings=False)  # as the message says
+    assert not loaded(folder).config.model.tied
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        "_orig_mod.{}".format,
+        lambda name: re.sub(r"\.(\d)\.", r".\1._orig_mod.", name),
+        lambda name: name.replace("weight", "lora_A.weight"),
+    ],
+)
+def test_names_that_another_program_changed_are_one_line(rename, saved):
+    folder = saved()
+    change(folder, lambda one: {rename(name): x for name, x in one.items()})
+    (problem,) = problems(folder)
+    assert "names such as" in problem
+    assert len(problem) < 400
+
+
+# --- files are recognized
+
+
+@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\noid", b""])
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json", INDEX])
+def test_what_is_no_file_of_weights_is_named(name, content, saved):
+    folder = saved()
+    if name == INDEX:
+        (folder / WEIGHTS).unlink()
+    (folder / name).write_bytes(content)
+    word = "Git LFS" if content else "empty"
+    assert_refused(65, [word], "generate", folder, "--prompt", "5")
+
+
+def test_what_is_there_instead_of_weights_is_named(saved, tmp_path):
+    folder = saved()
+    (folder / WEIGHTS).rename(folder / "adapter_model.safetensors")
+    assert_refused(65, ["adapter_model", "LoRA adapter"], "generate", folder, "--prompt", "5")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    assert_refused(65, ["is a GGUF"], "generate", tmp_path / "m.gguf", "--prompt", "5")
+
+
+# --- tokenizers
+
+
+@pytest.mark.text
+def test_only_a_text_with_a_token_beyond_the_table_is_refused(saved, tmp_path):
+    folder = saved(vocab_size=400)
+    made = save_tokenizer(folder)
+    made.add_special_tokens(["<pad>"])
+    made.save(str(folder / "tokenizer.json"))
+    words = ("generate", folder, "--sample-tokens", "1")
+    alone(*words, "--prompt", "a").ended()
+    assert "vocabulary of 400" in str(refusal(*words, "--prompt", "a<pad>"))
+    (tmp_path / "a.txt").write_text("a b c " * 99)
+    printed(
+        *("data", "prepare", tmp_path / "a.txt", "--tokenizer", folder, "--out", tmp_path / "data")
+    )
+    alone(
+        *("train", "--init-from", folder, "--data", tmp_path / "data", "--batch-size", "4"),
+        *("--num-microbatches", "1", "--steps", "1", "--out", tmp_path / "run"),
+    ).ended()
+
+
+# --- final weights have digests
+
+
+def test_every_byte_of_final_weights_is_compared(made, tmp_path):
+    folder = shutil.copytree(made / "run", tmp_path / "run")
+    printed("ckpt", "export", folder, "--out", tmp_path / "out")
+    printed("ckpt", "verify", folder)
+    for weights in (folder / "weights", tmp_path / "out"):
+        alone("generate", weights, "--prompt", "a", "--sample-tokens", "1").ended()
+        flip(weights / WEIGHTS, 0.97)
+        for words in (
+            ("generate", weights, "--prompt", "a"),
+            ("train", "--init-from", weights, "--data", made / "text.txt", "--out", tmp_path / "o"),
+        ):
+            assert_refused(65, [WEIGHTS, "digests.json"], *words)
+    assert WEIGHTS in printed("ckpt", "verify", folder, code=65)
+    (folder / "weights" / DIGESTS).write_text('{"../../a.txt": "00"}')
+    printed("ckpt", "verify", folder)
+    (folder / "weights" / DIGESTS).write_text('{"model.safetensors": 1}')
+    assert_refused(65, [DIGESTS], "generate", folder, "--prompt", "a")

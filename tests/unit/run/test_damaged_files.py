@@ -7,10 +7,11 @@ would be exit code 70, and one that takes long a hang.
 import contextlib
 import io
 import json
+import random
+import re
 
 import numpy as np
 import pytest
-from damage import damaged
 from in_process import StandIn, at_once
 from one_rank import fresh, loaded, split_weights
 from state_cases import config_for, saved
@@ -27,6 +28,49 @@ from mpipar.run.data.source import load_source
 from mpipar.run.files.bounded import read_json
 
 FEW, MANY = range(12), range(12, 72)
+NUMBERS = (b"-1", b"0", b"1e308", b"NaN", b"9" * 25, b"9" * 5000, b"null", b'"x"', b"[]", b"{}")
+TEXTS = (
+    b'"\\u001b[31m"',
+    b'"\\u0000"',
+    b'"\\ud800"',
+    b'"<script>"',
+    b'"' + b"k" * 999 + b'"',
+    b"3",
+)
+INSERTED = (b"[" * 5000, b"{", b"}", b'"', b"\0", b"\n", b"\xff", b"\x1b[2J")
+
+
+def damaged(content: bytes, seed: int) -> bytes:
+    """The content with one to three changes; the seed chooses them."""
+    chance = random.Random(seed)
+    for _ in range(chance.choice((1, 1, 1, 2, 3))):
+        content = _changed(content, chance)
+    return content
+
+
+def _changed(content, chance):
+    place = chance.randrange(len(content) + 1)
+    before, after = content[:place], content[place:]
+    return chance.choice(
+        (
+            before,
+            before + after[chance.choice((1, 2, 40, 4000)) :],
+            before + before[-chance.choice((1, 20, 300)) :] + after,
+            before + bytes([chance.randrange(256)]) + after[1:],
+            before + chance.choice(INSERTED) + after,
+            *(_swapped(content, chance, rb"-?\d+(\.\d+)?(e-?\d+)?", NUMBERS) for _ in range(3)),
+            _swapped(content, chance, rb'"[^"\n]*"', TEXTS),
+        )
+    )
+
+
+def _swapped(content, chance, pattern, others):
+    """One thing that the pattern finds, replaced by another."""
+    found = list(re.finditer(pattern, content[:200_000]))
+    if not found:
+        return content
+    one = chance.choice(found)
+    return content[: one.start()] + chance.choice(others) + content[one.end() :]
 
 
 def run(command):

@@ -440,7 +440,7 @@ def test_weights_that_are_not_finite_are_refused(value, dtype, models, tmp_path)
     tensors[name].reshape(-1)[-1] = value
     save_file(tensors, folder / "model.safetensors")
     worker = worker_for(folder, "float32")
-    with pytest.raises(DataError, match=rf"not all numbers are finite in float32, in {name};"):
+    with pytest.raises(DataError, match=r"not all numbers of embedding.tokens are finite"):
         checkpoint.load(worker, str(folder))
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 from config_helpers import reading_of
-from damage import flip
 from in_process import alone, assert_refused, printed
 from one_rank import fresh
-from program import LETTERS, metrics
+from program import LETTERS, flip, metrics
 from short_runs import TINY as TEN_STEPS
 from short_runs import assert_same_run, ended, prepare, train
 
@@ -206,19 +205,14 @@ def test_a_run_whose_settings_are_no_longer_possible_is_refused(here, line, inst
 
 
 def test_ckpt_ls(here):
-    text = printed("ckpt", "ls", here / "run")
-    rows = [line.split() for line in text.splitlines()]
-    assert [row[0] for row in rows[1:4]] == ["2", "4", "6"]
-    assert all("complete" in row and "1f1b" in row for row in rows[1:4])
-    assert "the run ended with step 6" in text
-    (here / "run" / "result.json").unlink()
-    checkpoints = here / "run" / "checkpoints"
-    (checkpoints / "step-00000008.partial-1f").mkdir()
-    (checkpoints / "step-00000004" / "pieces-00000.safetensors").unlink()
-    text = printed("ckpt", "ls", here / "run")
-    assert "an unfinished save" in text
-    assert "DAMAGED" in text
-    assert f"resume it: mpipar train --resume auto --out {here / 'run'}" in text
+    (here / "run" / "checkpoints" / "step-00000004" / "pieces-00000.safetensors").unlink()
+    rows = [line.split() for line in printed("ckpt", "ls", here / "run").splitlines()]
+    assert [row[0] for row in rows[1:]] == ["2", "4", "6"]
+    assert [("complete" in row, "DAMAGED:" in row) for row in rows[1:]] == [
+        (True, False),
+        (False, True),
+        (True, False),
+    ]
 
 
 def test_ckpt_verify(here):
@@ -254,8 +248,7 @@ def test_ckpt_export_of_an_earlier_step(here):
     ("words", "code", "parts"),
     [
         ("ls text.txt", 65, ["not a run folder"]),
-        ("ls nowhere", 65, ["nowhere: there is no such folder"]),
-        ("verify .", 65, ["not a run folder"]),
+        ("verify nowhere", 65, ["not a run folder"]),
         ("export run", 2, ["run/weights: exists and is not empty", "--out"]),
         ("export run --step 3", 65, ["2, 4, 6"]),
         ("ls run --step 3", 2, ["--step: ls does not use it"]),
