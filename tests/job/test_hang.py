@@ -196,6 +196,15 @@ def test_a_report_that_is_drawn_for_long_is_no_hang(tmp_path):
 @pytest.mark.slow
 def test_a_healthy_run_reports_nothing(tmp_path):
     limits = ["--hang-warn", "3", "--hang-stop", "30"]  # a disk may need two seconds for a file
-    result = faulty("none", *limits, "--layout", "tp=2", "--check-comm", tmp_path=tmp_path).ended()
+    result = faulty(
+        "none",
+        *limits,
+        "--eval-tokens",
+        "20000",
+        "--layout",
+        "tp=2",
+        "--check-comm",
+        tmp_path=tmp_path,
+    ).ended()
     assert "no progress" not in result.stderr
     assert not (tmp_path / "run" / "hang").exists()
