@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from fault_table import fault
 from helpers import REPOSITORY, processes_with
-from program import metrics, mpipar
+from program import fault, metrics, mpipar
 from slurm_cluster import (
     CUT_REQUEST,
     FINAL_STATES,

@@ -1,19 +1,93 @@
-"""State of a run for the checkpoint tests: known numbers in every tensor, on any layout."""
+"""State of a run for the checkpoint tests: known numbers in every tensor, on any layout.
 
+All ranks of a layout are in one process, a thread each: real workers that exchange small facts.
+"""
+
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from config_helpers import changed
-from simulated_ranks import on_all, workers_of
 
+from mpipar import ops as ops_module
+from mpipar.comm.grid import Grid
+from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
+from mpipar.train.worker import Worker
 
 DECODER = {"layers": 3, "d_model": 12, "heads": 6, "ffn": 21, "seq_len": 8, "vocab_size": 29}
 FACTS = {"config": "steps = 3\n", "data": {"tokens": 17, "sha256": "00"}}
+
+
+# --- all ranks of a layout in one process, a thread each
+
+
+THREAD_LIMIT = 60.0  # seconds that a thread waits for the others
+
+
+class World:
+    """What `comm.objects` needs of an mpi4py communicator, for one of several threads."""
+
+    def __init__(self, rank, size, shared):
+        self.rank, self.size, self.shared = rank, size, shared
+
+    def _everybody(self, x):
+        """Every thread's x, in the order of the ranks."""
+        slots, barrier = self.shared
+        slots[self.rank] = x
+        barrier.wait(THREAD_LIMIT)
+        found = list(slots)
+        barrier.wait(THREAD_LIMIT)
+        return found
+
+    def Bcast(self, x, root=0):
+        as_bytes(x)[...] = self._everybody(as_bytes(x).copy())[root]
+
+    def Gather(self, x, into, root=0):
+        found = self._everybody(as_bytes(x))
+        if self.rank == root:
+            as_bytes(into)[...] = np.concatenate(found)
+
+    def Gatherv(self, x, into, root=0):
+        self.Gather(x, into and into[0], root)
+
+
+def as_bytes(buffer):
+    """The bytes of an array or of any other buffer, not copied."""
+    if isinstance(buffer, np.ndarray):
+        return buffer.reshape(-1).view(np.uint8)
+    return np.frombuffer(buffer, np.uint8)
+
+
+def workers_of(config, num_ranks):
+    """The workers of all ranks of a resolved config. They hold zeros and can't train."""
+    shared = [None] * num_ranks, threading.Barrier(num_ranks)
+    found = []
+    for number in range(num_ranks):
+        worker = Worker(
+            config,
+            Grid.of(config.grid, number),
+            ops_module.make(config.run.device, config.run.dtype),
+            Recorder(),
+        )
+        worker.comms.mpi_world = World(number, num_ranks, shared)
+        found.append(worker)
+    return found
+
+
+def on_all(function, values):
+    """Call function(value) in one thread for each value, all at the same time; the results."""
+    with ThreadPoolExecutor(len(values)) as pool:
+        futures = [pool.submit(function, value) for value in values]
+        return [future.result() for future in futures]
+
+
+# --- a known state
 
 
 def config_for(dp=1, pp=1, tp=1, cp=1, **values):

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fault_table import fault
 from in_process import StandIn, alone
 from one_rank import fresh
-from program import block_of, flip, pair
+from program import block_of, fault, flip, pair
 from tokenizers_made import save_tokenizer
 
 from mpipar import cli

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fault_table import fault
 from helpers import run_ranks
 from in_process import alone
 from one_rank import fresh
@@ -24,6 +23,7 @@ from program import (
     PROGRAM,
     block_of,
     environment,
+    fault,
     flip,
     killed_by,
     metrics,

@@ -4,9 +4,8 @@ import re
 import time
 
 import pytest
-from fault_table import fault
 from helpers import REPOSITORY, run_ranks
-from program import FAULTY, TEXT, mpipar
+from program import FAULTY, TEXT, fault, mpipar
 
 from mpipar.comm.record import Recorder
 from mpipar.run.process import watchdog

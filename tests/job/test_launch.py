@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fault_table import fault
 from helpers import OVERSUBSCRIBED, REPOSITORY, find_launcher, launcher, run_command, run_ranks
 from in_process import alone
 from program import (
@@ -20,6 +19,7 @@ from program import (
     PROGRAM,
     block_of,
     environment,
+    fault,
     killed_by,
     metrics,
     mpipar,

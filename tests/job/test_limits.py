@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fault_table import fault
 from helpers import launcher, run_command, run_ranks
 from in_process import results_at_once
 from program import (
@@ -22,6 +21,7 @@ from program import (
     PROGRAM,
     block_of,
     environment,
+    fault,
     killed_by,
     metrics,
     mpipar,

@@ -15,10 +15,9 @@ import shutil
 import sys
 
 import pytest
-from fault_table import fault
 from helpers import REPOSITORY, run_command, run_ranks
 from in_process import results_at_once
-from program import BLOCK, LIMIT, PROGRAM, block_of, environment, killed_by, metrics, mpipar
+from program import BLOCK, LIMIT, PROGRAM, block_of, environment, fault, killed_by, metrics, mpipar
 from report_cases import data_of
 from short_runs import OFTEN, TINY, assert_same_run, ended, evaluations, prepare, train
 

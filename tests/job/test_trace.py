@@ -7,10 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
-from fault_table import fault
 from helpers import find_launcher
 from in_process import alone, assert_refused, printed
-from program import mpipar
+from program import fault, mpipar
 from report_cases import data_of
 from short_runs import FAULTS, PASSES, TRACED, traced
 from trace_cases import blocking, check_arrows, check_slices, span

@@ -12,9 +12,9 @@ from collections import Counter
 import numpy as np
 import pytest
 from config_helpers import changed
-from fault_table import fault
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from program import fault
 
 from mpipar.comm.grid import Grid
 from mpipar.config.resolve import resolve

@@ -16,16 +16,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from fault_table import fault
 from helpers import run_command
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import alone, assert_refused, at_once
 from one_rank import fresh
-from program import LIMIT, block_of, environment, metrics, mpipar, one_block
+from program import LIMIT, block_of, environment, fault, metrics, mpipar, one_block
 from safetensors.numpy import save
-from simulated_ranks import workers_of
-from state_cases import config_for, savers_of
+from state_cases import config_for, savers_of, workers_of
 
 from mpipar.config.text import harmless, printable, shown
 from mpipar.errors import DataError, OutputError, UsageError

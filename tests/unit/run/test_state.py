@@ -10,22 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fault_table import fault
 from hypothesis import given
 from hypothesis import strategies as st
 from in_process import printed
-from program import flip
+from program import fault, flip
 from safetensors.numpy import load_file
-from simulated_ranks import on_all, workers_of
 from state_cases import (
     assert_filled,
     config_for,
     full_tensor,
     known_shard,
     loaded,
+    on_all,
     saved,
     savers_of,
     state_views,
+    workers_of,
 )
 
 from mpipar.config.resolve import resolve
