@@ -15,7 +15,7 @@ from mpipar.config.text import counted
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
-from mpipar.run.console import series
+from mpipar.run.console.metrics import lines_of
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import built, parse_json, problems_as, read_text
 from mpipar.run.files.replace import replace_file, replaced_files, set_aside
@@ -154,7 +154,7 @@ def _cut_lines(folder: Path, name: str, step: int) -> int:
     damaged = 0
     with replaced_files(folder) as create:
         file = create(name)
-        for line, value in series.lines_of(folder, name):
+        for line, value in lines_of(folder, name):
             if value is None:
                 damaged += 1
             elif value["step"] <= step:

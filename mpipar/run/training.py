@@ -28,8 +28,7 @@ from mpipar.run import resume
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.save import Saver
 from mpipar.run.console import tables as console
-from mpipar.run.console.memory import PeakMemory
-from mpipar.run.console.metrics import Metrics
+from mpipar.run.console.metrics import Metrics, PeakMemory
 from mpipar.run.console.output import GrowingFile, Log
 from mpipar.run.console.progress import SECONDS, watched
 from mpipar.run.console.tensorboard import Events, tensorboard_problems

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import COMPUTE, Recorder
 from mpipar.run.console import tables as console
-from mpipar.run.console.memory import process_peak
+from mpipar.run.console.metrics import process_peak
 from mpipar.run.training import Run
 
 

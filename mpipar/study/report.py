@@ -5,7 +5,9 @@ Both are rewritten whenever a run ends or stops, so a resumed run extends them.
 
 from __future__ import annotations
 
+import csv
 import datetime as dt
+import io
 import os
 import platform
 import shlex
@@ -18,7 +20,8 @@ from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.config.text import counted
 from mpipar.errors import UserError
-from mpipar.run.console import series, tables
+from mpipar.run.console import tables
+from mpipar.run.console.metrics import read_lines
 from mpipar.run.console.tables import describe_model
 from mpipar.run.files.bounded import open_regular
 from mpipar.run.files.replace import replace_file
@@ -29,6 +32,20 @@ from mpipar.study.trace import html
 from mpipar.study.trace.analysis import Analysis
 
 MOST_LOG = 200_000  # bytes of log.txt on the page
+COLUMNS = {
+    "step": "step",
+    "loss": "loss_nats",
+    "held_out_loss": "held_out_loss_nats",
+    "grad_norm": "grad_norm",
+    "lr": "lr",
+    "loss_scale": "loss_scale",
+    "skipped": "skipped",
+    "step_seconds": "step_seconds",
+    "tokens_per_second": "tokens_per_second",
+    "comm_share_mean": "comm_share_mean",
+    "comm_share_max": "comm_share_max",
+}
+PARTS = ("calls", "bytes", "seconds_mean", "seconds_max")  # what lines report for each axis
 
 
 def environment(session) -> list[tuple[str, str]]:
@@ -52,14 +69,14 @@ def write(folder: Path, config: Config, told: dict, log: Callable[[str], None]) 
     """
     try:
         (lines, damaged), (evaluations, more) = (
-            series.read_lines(folder, name) for name in (METRICS, EVALUATIONS)
+            read_lines(folder, name) for name in (METRICS, EVALUATIONS)
         )
         if damaged or more:
             log(
                 f"{REPORT} and {CSV} are without {counted(damaged + more, 'damaged line')} of"
                 f" {METRICS} and {EVALUATIONS}"
             )
-        replace_file(CSV, [series.csv_text(lines, evaluations).encode()], root=folder)
+        replace_file(CSV, [csv_text(lines, evaluations).encode()], root=folder)
         traced = trace_data(folder, log) if told["traced"] else {}
         page = traced | run_data(folder, config, lines, evaluations, told)
         if cells := page.get("barriers"):
@@ -98,7 +115,7 @@ def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> di
         f" {config.train.optimizer}, {config.run.dtype} on {config.run.device}",
         "state": told["state"],
         "summary": summary(lines, evaluations),
-        "curves": series.curves(lines, evaluations),
+        "curves": html.curves(lines, evaluations),
         "tables": [
             layout_table(told["ranks"], told["headline"].splitlines()[0]),
             {"title": "Environment", "rows": [list(row) for row in told["environment"]]},
@@ -152,3 +169,33 @@ def log_text(folder: Path) -> str:
     except FileNotFoundError:
         return ""
     return f"[{cut:,} earlier bytes are in {LOG}]\n{text}" if cut else text
+
+
+def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
+    """Return one line per step, with units in the column names; unknown values are empty.
+
+    Bytes and calls are per step, summed over ranks; seconds_mean and seconds_max are the mean and
+    maximum over ranks.
+    """
+    held_out = {one["step"]: one["held_out_loss"] for one in evaluations}
+    axes = sorted({axis for line in lines for axis in line.get("comm", ())})
+    known = {name for line in lines for name in line} | {"held_out_loss"}
+    columns = [name for name in COLUMNS if name in known]
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(
+        [
+            *(COLUMNS[name] for name in columns),
+            *(f"comm_{axis}_{part}" for axis in axes for part in PARTS),
+        ]
+    )
+    for line in lines:
+        values = {"held_out_loss": held_out.get(line["step"])} | line
+        comm = [line.get("comm", {}).get(axis, {}) for axis in axes]
+        writer.writerow(
+            [
+                *(values.get(name) for name in columns),
+                *(own.get(part, 0) for own in comm for part in PARTS),
+            ]
+        )
+    return file.getvalue()

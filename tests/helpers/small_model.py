@@ -21,7 +21,7 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.run.console.memory import PeakMemory
+from mpipar.run.console.metrics import PeakMemory
 from mpipar.run.data import rows
 from mpipar.run.verify import compare_with_one_rank, one_rank_tensors, serial_config, step_tensors
 from mpipar.study.explain.predict import predict

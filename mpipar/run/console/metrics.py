@@ -1,13 +1,24 @@
-"""metrics.jsonl: one object per step, with every rank's time inside communication, per axis.
+"""What a run measures of its steps: metrics.jsonl, which is also read here, and peak memory.
 
-Ranks keep their own numbers and gather them only when lines are due, so measuring adds no barrier
-to a step.
+A line is one object per step, with every rank's time inside communication, per axis. Ranks keep
+their own numbers and gather them only when lines are due, so measuring adds no barrier to a step.
 """
+
+import json
+import resource
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
 from mpipar.comm.objects import gather_numbers
 from mpipar.comm.record import Sums
+from mpipar.run.files.bounded import open_regular
+
+MOST_LINE = 1 << 20  # bytes
+ARRAYS = np.lib.tracemalloc_domain  # NumPy's mark for the data of arrays
 
 
 class Metrics:
@@ -92,3 +103,84 @@ class Metrics:
                 if per_axis[:, i, 0].any()
             },
         }
+
+
+# --- lines that a run has written
+
+
+def lines_of(folder: Path, name: str) -> Iterator[tuple[bytes, dict | None]]:
+    """Yield each whole line of a run's file and its object, or None if the line is damaged.
+
+    A last line without its newline is treated as not written. Nothing is read after a line of more
+    than MOST_LINE bytes. Yields nothing if there is no such file. Raises OSError.
+    """
+    with suppress(FileNotFoundError), open_regular(name, folder) as file:
+        while line := file.readline(MOST_LINE):
+            if line.endswith(b"\n"):
+                yield line, _object_of(line)
+            elif len(line) == MOST_LINE:
+                yield line, None
+                return
+
+
+def _object_of(line: bytes) -> dict | None:
+    """Return the object in a line if it is that of a step, else None."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(line.decode())
+        if isinstance(value, dict) and type(value.get("step")) is int:
+            return value
+    return None
+
+
+def read_lines(folder: Path, name: str) -> tuple[list[dict], int]:
+    """Return (objects, number of damaged lines) of a file that a run writes; see `lines_of`."""
+    found = [value for _, value in lines_of(folder, name)]
+    whole = [value for value in found if value is not None]
+    return whole, len(found) - len(whole)
+
+
+# --- memory
+
+
+class PeakMemory:
+    """Peak bytes of arrays in a training step.
+
+    On the CPU Python's allocation tracing counts them, during the first two steps only, because it
+    slows down small allocations. Of two steps only the second one's peak is used: in the first, a
+    compiler such as Numba's temporarily takes memory that is no array. On a GPU the peak is what
+    CuPy's pool holds: arrays, and freed blocks that fitted no later array. `peak` leaves out all
+    else that Python allocated meanwhile and still holds, such as what Numba's compiler keeps.
+    """
+
+    def __init__(self, ops):
+        self.ops, self.counts = ops, ops.device == "cpu"
+        self.peak = self.steps = 0
+
+    def start(self) -> None:
+        """Begin before the run creates any array."""
+        if self.counts:
+            tracemalloc.start(1)
+
+    def after_step(self, is_last: bool) -> bool:
+        """Return whether this step was watched. is_last: whether no step follows."""
+        self.steps += 1
+        if self.steps == 2 or (self.steps == 1 and is_last):
+            self.stop()
+        elif self.steps == 1 and self.counts:
+            tracemalloc.reset_peak()
+        return self.steps <= 2
+
+    def stop(self) -> None:
+        """Record the peak since `start`, or since the first step."""
+        if not self.counts:
+            self.peak = self.ops.xp.get_default_memory_pool().total_bytes()
+            return
+        together = tracemalloc.get_traced_memory()[1]
+        traces = tracemalloc.take_snapshot().traces
+        tracemalloc.stop()
+        self.peak = together - sum(trace.size for trace in traces if trace.domain != ARRAYS)
+
+
+def process_peak() -> int:
+    """Return this process's peak resident size in bytes, with libraries and MPI's buffers."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

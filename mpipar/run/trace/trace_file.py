@@ -27,7 +27,7 @@ from mpipar.config.text import brief, shown
 from mpipar.errors import DataError, UsageError, broken
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import Schedule
-from mpipar.run.console.series import read_lines
+from mpipar.run.console.metrics import read_lines
 from mpipar.run.console.tables import crowded, describe_stage
 from mpipar.run.files.bounded import built, open_regular, parse_json, problems_as, read_json
 from mpipar.run.files.replace import replace_file

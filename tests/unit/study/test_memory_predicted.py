@@ -10,7 +10,7 @@ from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.ops.shape_array import Ledger
-from mpipar.run.console.memory import PeakMemory
+from mpipar.run.console.metrics import PeakMemory
 from mpipar.run.data import rows
 from mpipar.study.explain.predict import predict
 from mpipar.train.worker import Worker
