@@ -17,7 +17,18 @@ import sys
 import pytest
 from helpers import REPOSITORY, run_command, run_ranks
 from in_process import results_at_once
-from program import BLOCK, LIMIT, PROGRAM, block_of, environment, fault, killed_by, metrics, mpipar
+from program import (
+    BLOCK,
+    LIMIT,
+    PROGRAM,
+    block_of,
+    environment,
+    fault,
+    flip,
+    killed_by,
+    metrics,
+    mpipar,
+)
 from report_cases import data_of
 from short_runs import OFTEN, TINY, assert_same_run, ended, evaluations, prepare, train
 
@@ -145,6 +156,21 @@ def test_a_run_that_goes_on_with_a_mistake_is_found_out(twin, killed, tmp_path):
 
 
 # --- damage, and disks that are full
+
+
+def test_damage_on_one_rank_makes_all_fall_back(text_folder):
+    """Only rank 1 reads the damaged file."""
+    train(text_folder, *TINY, "--pp", "2", "--save-interval", "5", "--out", "run", ranks=2)
+    shutil.copytree(text_folder / "run", text_folder / "whole")
+    newest = text_folder / "run" / "checkpoints" / "step-00000010"
+    flip(newest / "pieces-00001.safetensors")
+    (text_folder / "run" / "result.json").unlink()
+    text = train(text_folder, "--resume", "auto", "--out", "run", ranks=2)
+    assert "DAMAGED CHECKPOINT, falling back" in text
+    assert "pieces-00001.safetensors: is damaged" in text
+    assert "resumed after step 5" in text
+    assert (newest.parent / "step-00000010.aside-1").is_dir()
+    assert_same_run(text_folder / "whole", text_folder / "run")
 
 
 def test_no_checkpoint_is_whole(text_folder):
