@@ -11,24 +11,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpipar.comm.record import PASSES, Span
 from mpipar.pipeline.instructions import Schedule
 from mpipar.run.console.tables import table
 from mpipar.study.schedules.simulate import Costs, simulate
 
-Facts = dict[str, dict[Any, float]]  # of a rank, see span_facts; values for JSON
-
-
-class Row(NamedTuple):
-    """A pipeline rank's busy fraction and seconds of bubble per step, measured and simulated."""
-
-    pp_rank: int
-    busy: float
-    bubble: float
-    simulated_busy: float
-    simulated_bubble: float
+Facts = dict[str, dict[Any, float]]  # of a rank, see span_facts
+Row = tuple[int, float, float, float, float]  # see bubble_rows
 
 
 def span_facts(spans: Iterable[Span], whole: set[int]) -> Facts:
@@ -39,9 +30,7 @@ def span_facts(spans: Iterable[Span], whole: set[int]) -> Facts:
     passes: dict[str, list[float]] = defaultdict(list)
     busy: dict[int, float] = defaultdict(float)
     pipeline: dict[int, float] = defaultdict(float)
-    for span in spans:
-        if span.step not in whole:
-            continue
+    for span in (span for span in spans if span.step in whole):
         seconds = (span.end_ns - span.start_ns) * 1e-9
         if span.kind in PASSES:
             passes[f"{span.kind}{span.stage}"].append(seconds)
@@ -72,7 +61,7 @@ def measured_costs(facts: list[Facts], num_stages: int) -> Costs:
 
 
 def bubble_rows(facts: list[Facts], pp_ranks: list[int], schedule: Schedule) -> list[Row]:
-    """Return a row for each pipeline rank.
+    """Return (pipeline rank, busy share, bubble in seconds, and both as simulated) of each.
 
     facts: `span_facts` of every world rank. pp_ranks: their pipeline ranks.
     """
@@ -84,29 +73,16 @@ def bubble_rows(facts: list[Facts], pp_ranks: list[int], schedule: Schedule) -> 
     for pp_rank in range(schedule.pp_size):
         members = [fact for fact, place in zip(facts, pp_ranks, strict=True) if place == pp_rank]
         busy = sum(fact["busy"][step] for fact in members for step in steps) / len(members)
-        rows.append(
-            Row(
-                pp_rank,
-                busy / total,
-                (total - busy) / len(steps),
-                timeline.busy_share[pp_rank],
-                float(timeline.global_bubble[pp_rank]),
-            )
-        )
+        simulated = timeline.busy_share[pp_rank], float(timeline.global_bubble[pp_rank])
+        rows.append((pp_rank, busy / total, (total - busy) / len(steps), *simulated))
     return rows
 
 
 def bubble_table(rows: list[Row]) -> str:
     """Return the rows as text."""
-    lines = [("pipeline rank", "busy measured", "simulated", "bubble measured", "simulated")]
-    lines += [
-        (
-            str(row.pp_rank),
-            f"{row.busy:.1%}",
-            f"{row.simulated_busy:.1%}",
-            f"{row.bubble * 1e3:.1f} ms",
-            f"{row.simulated_bubble * 1e3:.1f} ms",
-        )
-        for row in rows
+    head = ("pipeline rank", "busy measured", "simulated", "bubble measured", "simulated")
+    lines = [
+        (pp_rank, f"{busy:.1%}", f"{share:.1%}", f"{bubble * 1e3:.1f} ms", f"{idle * 1e3:.1f} ms")
+        for pp_rank, busy, bubble, share, idle in rows
     ]
-    return table(lines)
+    return table([head, *lines])
