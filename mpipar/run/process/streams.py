@@ -30,8 +30,9 @@ def silence_output() -> None:
 
 def above(stream):
     """Return a context in which a text of this stream goes above the progress line, if any."""
-    loaded = sys.modules.get("tqdm")  # which only a line imports
-    return loaded.tqdm.external_write_mode(file=stream) if loaded else contextlib.nullcontext()
+    # Only a line imports it; if a signal ends the process meanwhile, it is still empty.
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    return tqdm.external_write_mode(file=stream) if tqdm else contextlib.nullcontext()
 
 
 def note(text: str) -> None:

@@ -3,6 +3,7 @@
 import errno
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -42,25 +43,19 @@ SIZES = st.lists(st.integers(1, 7), min_size=1, max_size=4)
 
 def in_pieces(text, sizes):
     """The text in pieces of these lengths, over and over."""
-    found, first = [], 0
-    while first < len(text):
-        size = sizes[len(found) % len(sizes)]
-        found.append(text[first : first + size])
-        first += size
-    return found
+    rest, sizes = iter(text), itertools.cycle(sizes)
+    return list(iter(lambda: "".join(itertools.islice(rest, next(sizes))), ""))
 
 
 def parts_of(pieces, separator=None, longest=1 << 20):
     """The parts of each document of a text that comes in pieces; longest: characters of a part."""
-    found = [[]]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(documents_module, "LONGEST", longest)
-        for text, ends in documents_module._split(pieces, separator, Counter()):
-            found[-1].append(text)
-            if ends:
-                found.append([])
-    assert found.pop() == []
-    return found
+        found = list(documents_module._split(pieces, separator, Counter()))
+    stops = [number for number, (_, ends) in enumerate(found, 1) if ends]
+    return [
+        [text for text, _ in found[first:stop]] for first, stop in itertools.pairwise([0, *stops])
+    ]
 
 
 @given(
