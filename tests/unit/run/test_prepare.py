@@ -101,15 +101,15 @@ def tokenizer(tmp_path_factory):
 SOME = ["the", "encoder", "JSON", "\u00e4", "\u4e2d\u6587", "\U0001f600", "\n\n", "  ", " ", ", "]
 SOME += ["1234", "it's", "object", "_", "(self)", ".\n"]
 WORDS = st.lists(st.sampled_from(SOME), max_size=40).map("".join)
-LINES = st.lists(WORDS, max_size=8).map("\n".join)
+LINES = st.lists(WORDS, min_size=4, max_size=12).map("\n".join)
 
 
 @pytest.mark.text
 @settings(max_examples=200)
-@given(text=LINES, longest=st.integers(300, 600))
+@given(text=LINES, longest=st.integers(150, 300))
 def test_ids_of_parts_are_those_of_the_documents(text, longest, tokenizer):
-    """Each second half of `longest` characters has the end of a line here."""
-    text = "\n".join(f"x{line[:100]}." for line in text.split("\n"))
+    """Each second half of `longest` characters has the end of a line that is not indented."""
+    text = "".join(f"x{line[:45]}.\n    x.\n" for line in text.split("\n"))
     (parts,) = parts_of(in_pieces(text, [17, 40]), None, longest)
     assert ids_of(tokenizer, parts) == tokenizer.encode(text)
 

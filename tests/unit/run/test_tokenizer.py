@@ -245,6 +245,7 @@ def test_tokens_that_are_only_named_beside_the_tokenizer(save, name, content, tm
         *before.encode("a"), 400, *before.encode("b"), 401
     ]  # fmt: skip
     assert tokenizer.decode([400, 401]) == "<|role|><pad>"
+    assert 400 not in tokenizer.encode("a<|role|>b"), "in a text it is ordinary text"
     assert tokenizer_of(tmp_path, 400).size == 402, "a model may have no rows for added tokens"
     with pytest.raises(UsageError, match="all below the model's vocabulary of 400"):
         prompt_ids(tokenizer, "<pad>", 400)
