@@ -69,10 +69,6 @@ class EnvironmentProblem(UserError):
     exit_code = EXIT_ENVIRONMENT
 
 
-class OutOfMemory(EnvironmentProblem):
-    """An array did not fit into a rank's memory."""
-
-
 class OutputError(UserError):
     """A file or folder could not be written."""
 

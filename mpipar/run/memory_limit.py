@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from threadpoolctl import threadpool_limits
 
 from mpipar.comm.record import source_line
-from mpipar.errors import OutOfMemory
+from mpipar.errors import EnvironmentProblem
 from mpipar.run.process.environment import give_back_heap, keep_heap
 
 # What a process takes after its start besides the model's arrays: thread stacks, Python objects,
@@ -31,7 +31,7 @@ LESS = (
 def memory_limit(config, ops):
     """Limit the arrays inside the block to the config's --memory-limit, if there is one.
 
-    With or without it, a MemoryError becomes OutOfMemory, which names the array.
+    With or without it, a MemoryError becomes EnvironmentProblem, which names the array.
     """
     budget = config.run.memory_limit
     left = "this host has no more" if budget is None else f"less is left of --memory-limit {budget}"
@@ -45,7 +45,7 @@ def memory_limit(config, ops):
                 _limit_data(ops, budget, taken_back)
             yield
     except MemoryError as error:
-        raise OutOfMemory(f"out of memory: {wanted(error)}, but {left}; {LESS}") from error
+        raise EnvironmentProblem(f"out of memory: {wanted(error)}, but {left}; {LESS}") from error
 
 
 def _limit_data(ops, budget: int, taken_back: ExitStack) -> None:

@@ -33,7 +33,7 @@ def no_return(world):
 
 
 def ready(session, world):
-    (Path(session.run_folder) / f"up-{world.Get_rank()}").write_text(str(os.getpid()))
+    (Path(session.watch.folder) / f"up-{world.Get_rank()}").write_text(str(os.getpid()))
 
 
 # --- before MPI

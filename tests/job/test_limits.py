@@ -33,7 +33,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.launcher import Launcher
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.errors import OutOfMemory, OutputError, UsageError
+from mpipar.errors import EnvironmentProblem, OutputError, UsageError
 from mpipar.run.memory_limit import data_bytes, memory_limit
 from mpipar.run.process import environment as limits
 from mpipar.run.process import failure, lock
@@ -314,7 +314,7 @@ def test_on_a_gpu_the_pool_gets_the_limit():
     message = "allocating 1,024 bytes .*, but less is left of --memory-limit 1000;"
     config, _ = resolve(config_of(1000), 1)
     with (
-        pytest.raises(OutOfMemory, match=message),
+        pytest.raises(EnvironmentProblem, match=message),
         memory_limit(config, SimpleNamespace(device="cuda", xp=cupy)),
     ):
         raise error

@@ -71,7 +71,6 @@ class Session(Interruptible):
         self.world = None
         self.host_ranks, self.host_rank = (0,), 0
         self.facts: dict[str, str] = {}
-        self.run_folder: Path | None = None
         self.where: Callable[[], str] = str
         self.unfinished: Path | None = None
         self.saved = ""
@@ -125,7 +124,6 @@ class Session(Interruptible):
         Comm: an agreement.
         """
         self.agree(lambda: lock.check_seen(folder, self._token))
-        self.run_folder = folder
         self.watch.ranks, self.watch.folder = range(self.world.Get_size()), folder
 
     def compare(self, facts: Mapping[str, str]) -> None:
@@ -166,7 +164,7 @@ class Session(Interruptible):
 
     def unlock(self) -> None:
         """Remove this job's lock, if it has one; any rank may do so when the job ends."""
-        if folder := self.held.folder if self.held else self.run_folder:
+        if folder := self.held.folder if self.held else self.watch.folder:
             lock.release(folder, self._token)
 
     def leave_mpi(self, exit_code: int) -> int:
@@ -242,9 +240,9 @@ class Session(Interruptible):
         failure.leave_code(os.environ, code)
         later(ABORT_SECONDS, os._exit, code)
         time.sleep(failure.FORWARD_SECONDS)
-        if self.run_folder is not None:
+        if self.watch.folder is not None:
             with contextlib.suppress(OSError):  # the block has reported its content
-                no_links.remove_tree(self.run_folder, HANG)
+                no_links.remove_tree(self.watch.folder, HANG)
         self.unlock()
         if self.unfinished is not None:
             shutil.rmtree(self.unfinished, ignore_errors=True)
