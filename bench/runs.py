@@ -101,12 +101,14 @@ def layout_of(row: dict[str, str]) -> Layout:
     """
     dp, rows = int(row["dp"]), int(row["mbs"])
     microbatches = max(1, round(int(row["gbs"]) / (dp * rows)))
-    zero = {"0": 0, "1": 1, "2": 2, "3": 3}.get(row["zero"], 1)
+    zero = {"0": 0, "1": 1, "2": 3, "3": 3}.get(row["zero"], 1)
     chunks, name = int(row["chunks"] or 1), row["schedule"].partition("?")[0].partition(" ")[0]
     schedule = SCHEDULE.get(name, name)
     if chunks > 1 and not FAMILIES[schedule].looped:  # such as 1f1b with chunks
         schedule = "interleaved"
-    if zero == 2 and row["system"] == "MegaScale":  # shards like ZeRO-1, and gathers no weights
+    if (
+        row["zero"] == "2" and row["system"] == "MegaScale"
+    ):  # shards like ZeRO-1, and gathers no weights
         zero = 1
     recompute = RECOMPUTE.get(row["recompute"], "block" if zero == 3 else "none")
     return Layout(

@@ -7,8 +7,6 @@ posting messages, and waiting for a core where ranks share cores. A step lasts f
 pipeline span to the end of its optimizer span.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 
 from mpipar.comm.objects import gather_objects

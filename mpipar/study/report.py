@@ -3,8 +3,6 @@
 Both are rewritten whenever a run ends or stops, so a resumed run extends them.
 """
 
-from __future__ import annotations
-
 import csv
 import datetime as dt
 import io

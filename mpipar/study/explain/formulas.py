@@ -5,8 +5,6 @@ stages. The factors are those of ring algorithms, per rank. N is the number of a
 including padding, which x ranks shard (`--zero`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple

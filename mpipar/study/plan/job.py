@@ -49,8 +49,8 @@ class Shape(ModelConfig):
     @cached_property
     def expert_parameters(self) -> float:
         """Weights of the experts of a block, averaged over all blocks."""
-        experts = (self.experts or 0) * self.ffn_parameters(self.expert_ffn or 0)
-        return self.expert_share * experts
+        each = self.ffn_parameters(self.expert_ffn or 0)
+        return self.expert_share * (self.experts or 0) * each
 
     @cached_property
     def dense_parameters(self) -> float:
@@ -105,9 +105,9 @@ def utilization(flops: float, seconds: float, devices: int, peak_tflops: float) 
 class Layout(NamedTuple):
     """How a job is cut. rows: sequences of a microbatch. chunks: stages of each pipeline rank.
 
-    recompute: none, attention or block. zero: 0, 1 or 3; 2 stands for weights that are gathered
-    once and stay for the step. outer: the outermost axis, pp or dp; the other one stays inside
-    nodes if it can. ep: ranks of dp x cp among which experts are distributed.
+    recompute: none, attention or block. zero: 0, 1 or 3. outer: the outermost axis, pp or
+    dp; the other one stays inside nodes if it can. ep: ranks of dp x cp among which experts are
+    distributed.
     """
 
     dp: int = 1
@@ -136,7 +136,7 @@ class Layout(NamedTuple):
     @property
     def of_passes(self) -> Layout:
         """The layout without what the passes of a block do not depend on, apart from gathers."""
-        whole = self._replace(dp=1, num_microbatches=1, zero=3 * (self.zero > 1))
+        whole = self._replace(dp=1, num_microbatches=1, zero=3 * (self.zero == 3))
         return whole if self.ep > 1 else whole._replace(pp=1, outer="pp")
 
     @property
@@ -164,18 +164,9 @@ class Layout(NamedTuple):
         return FAMILIES[self.schedule]
 
     @property
-    def folded(self) -> bool:
-        """Whether stages go down the ranks and back up, so that the first rank holds the last."""
-        return self.family.placement == "v"
-
-    @property
     def last_rank(self) -> int:
-        """The pipeline rank that holds the last stage."""
-        return 0 if self.folded else self.pp - 1
-
-    def tables_of(self, rank: int) -> int:
-        """Return how many of the embedding and the head a pipeline rank has."""
-        return (rank == 0) + (rank == self.last_rank)
+        """The pipeline rank that holds the last stage: the first one if stages go back up."""
+        return 0 if self.family.placement == "v" else self.pp - 1
 
     def blocks_of(self, layers: int) -> tuple[int, ...]:
         """Return the blocks of each stage; the remainder goes to the middle, away from the ends."""
@@ -186,7 +177,7 @@ class Layout(NamedTuple):
     def blocks_by_rank(self, layers: int) -> tuple[int, ...]:
         """Return the blocks of each pipeline rank, of all its stages."""
         counts = self.blocks_of(layers)
-        if self.folded:
+        if self.family.placement == "v":
             return tuple(counts[rank] + counts[-1 - rank] for rank in range(self.pp))
         return tuple(sum(counts[rank :: self.pp]) for rank in range(self.pp))
 

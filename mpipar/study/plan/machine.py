@@ -130,8 +130,8 @@ class Machine:
         """
         inside = 1
         for link in self.links:
-            last = link is self.links[-1]
-            members = ranks if last else fewest_members(ranks, stride, link.joins)
+            below = link is not self.links[-1]
+            members = fewest_members(ranks, stride, link.joins) if below else ranks
             if members > inside:
                 yield link, inside, members
                 inside = members
@@ -155,15 +155,15 @@ class Machine:
             if link is self.links[0]:
                 seconds = in_a_node(link, share)
             else:
-                rate = link.gbytes_s * NETWORK * 1e9
-                seconds = max(seconds, link.latency_us * 1e-6 + share / rate)
+                sending = share / (link.gbytes_s * NETWORK * 1e9)
+                seconds = max(seconds, link.latency_us * 1e-6 + sending)
         return seconds
 
     def message(self, nbytes: float, stride: int) -> float:
         """Return the seconds of a message to the rank that is `stride` ranks further."""
         level = next((one for one in self.links if stride < one.joins), self.links[-1])
-        share = 1.0 if level is self.links[0] else NETWORK
-        return level.latency_us * 1e-6 / 2 + nbytes / (level.gbytes_s * 1e9 * share)
+        rate = level.gbytes_s * 1e9 * (1.0 if level is self.links[0] else NETWORK)
+        return level.latency_us * 1e-6 / 2 + nbytes / rate
 
 
 def fewest_members(ranks: int, stride: int, unit: int) -> int:

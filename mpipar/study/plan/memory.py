@@ -5,8 +5,6 @@ gates: inputs of norms, of matmuls and of the activation function, masks of drop
 where they are stored. `on_shapes` asks mpipar's own step instead. Letters as in job.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -66,10 +64,8 @@ def stash_of(shape: Shape, layout: Layout, stack: Stack) -> Stash:
     kept = 4 * once + e * n * (2 * q + 2 * kv + wide * f + share * k * shape.d_model)
     if stack.norm_bytes:  # replaces numbers as wide as the others
         kept += 2 * once * (stack.norm_bytes / e - 1)
-    scores = 0.0
-    if not stack.fused:
-        scores = n * shape.seq_len * shape.heads / tp * (2 * e + 1)
-        kept += 2 * once / e
+    scores = 0.0 if stack.fused else n * shape.seq_len * shape.heads / tp * (2 * e + 1)
+    kept += 0.0 if stack.fused else 2 * once / e
     own = {
         "block": once,
         "attention": kept * (0.6 if stack.every_other else 1),
@@ -103,7 +99,7 @@ def memory_of(
     shape: Shape, layout: Layout, stack: Stack, rank: int, blocks: int, stash: Stash, flight: float
 ) -> Memory:
     """Return the memory of a pipeline rank of so many blocks. flight: see `in_flight`."""
-    e, tp, tables = stack.number_bytes, layout.tp, layout.tables_of(rank)
+    e, tp, tables = stack.number_bytes, layout.tp, (rank == 0) + (rank == layout.last_rank)
     tokens = layout.rows * shape.seq_len / layout.cp
     copies = min(tables, 1 if shape.tied else 2)
     held = shape.d_model * (copies * shape.vocab_size + (rank == 0) * shape.position_rows)
@@ -113,18 +109,16 @@ def memory_of(
     buffers = stash.again
     if rank == layout.last_rank:
         buffers += (stack.logit_bytes + e) * tokens * shape.vocab_size / tp
-    if layout.zero >= 3:
+    if layout.zero == 3:
         block = sum(one.elements for one in segments(shape, layout, 1.0))
         second, first = sorted([block, block, *[shape.vocab_size * shape.d_model / tp] * tables])[
             -2:
         ]
         buffers += (first + second) * e + first * stack.gradient_bytes
-    elif layout.zero == 2:
-        buffers += whole * e
     kept = blocks / layout.chunks * flight * stash.kept + e * tokens * shape.d_model * tables
     return Memory(
-        (shared if layout.zero >= 3 else whole) * stack.weight_bytes,
-        (shared if layout.zero >= 2 else whole) * stack.gradient_bytes,
+        (shared if layout.zero == 3 else whole) * stack.weight_bytes,
+        (shared if layout.zero == 3 else whole) * stack.gradient_bytes,
         (shared if layout.zero else whole) * stack.optimizer_bytes,
         kept,
         buffers,

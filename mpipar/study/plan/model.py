@@ -129,9 +129,7 @@ class Rates:
 
 def beside(moved: float, window: float, overlap: bool = True) -> float:
     """Return the seconds that sending adds to a window of computing, which it slows down."""
-    if not overlap:
-        return moved
-    out = max(0.0, moved - window)
+    out = max(0.0, moved - window) if overlap else moved
     return out + SLOWED * (moved - out)
 
 
@@ -150,7 +148,7 @@ def block_of(
     if alike not in known:
         known[alike] = passes_of(shape, alike, machine, stack)
     block = known[alike]
-    return gathered(shape, layout, machine, stack, block) if layout.zero > 1 else block
+    return gathered(shape, layout, machine, stack, block) if layout.zero == 3 else block
 
 
 def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> Block:
@@ -166,16 +164,11 @@ def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> B
         ffns.append((shape.expert_share, rows, shape.expert_ffn / tp, local))
         if shared := shape.shared_expert_ffn:
             ffns.append((shape.expert_share, n, shared / tp, 1.0))
-    projections = [(1.0, n, width, q + 2 * kv, 1.0), (1.0, n, q, width, 1.0)]
-    wide = [
-        one
-        for share, rows, f, matrices in ffns
-        for one in ((share, rows, width, gates * f, matrices), (share, rows, f, width, matrices))
-        if share
-    ]
-    matmuls = [*projections, *wide]
-    forward = sum(s * rates.matmul(m, k, o, x) for s, m, k, o, x in matmuls)
-    weights = sum(s * rates.matmul(k, m, o, x) for s, m, k, o, x in matmuls)
+    matmuls = [(1.0, n, width, q + 2 * kv, 1.0), (1.0, n, q, width, 1.0)]
+    for share, rows, f, many in ffns:
+        matmuls += [(share, rows, width, gates * f, many), (share, rows, f, width, many)]
+    forward = sum(s * rates.matmul(m, k, o, x) for s, m, k, o, x in matmuls if s)
+    weights = sum(s * rates.matmul(k, m, o, x) for s, m, k, o, x in matmuls if s)
 
     flops = 4 * n * shape.seq_len * q
     if stack.fused:
@@ -196,11 +189,8 @@ def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> B
     barriers = 2 * machine.all_reduce(e * n * width, tp)
     barriers *= SUM_OF_PARTS if layout.sequence_parallel else 1
     exchange = 2 * machine.all_to_all(routed, layout.ep, layout.data_stride)
-    rings = [0.0, 0.0]
-    if layout.cp > 1:
-        hop = machine.message(2 * e * n * kv, tp)
-        pieces = ((1, attention), (2, backwards * attention))
-        rings = [(layout.cp - 1) * beside(many * hop, one / layout.cp) for many, one in pieces]
+    hop, pieces = machine.message(2 * e * n * kv, tp), ((1, attention), (2, backwards * attention))
+    rings = [(layout.cp - 1) * beside(many * hop, one / layout.cp) for many, one in pieces]
 
     plain = [
         Pass(
@@ -213,7 +203,7 @@ def passes_of(shape: Shape, layout: Layout, machine: Machine, stack: Stack) -> B
     adding = 2 * stack.gradient_bytes * shape.block_parameters / tp / (machine.hbm_gbytes_s * 1e9)
     w = Pass(
         weights,
-        elementwise=adding if layout.zero < 2 else 0.0,
+        elementwise=adding if layout.zero < 3 else 0.0,
         tp=SLOWED * barriers / 2 if layout.sequence_parallel else 0.0,
     ).launched(rates.start)
 
@@ -235,19 +225,14 @@ def head_of(shape: Shape, layout: Layout, stack: Stack, rates: Rates, n: float) 
 
 
 def gathered(shape: Shape, layout: Layout, machine: Machine, stack: Stack, block: Block) -> Block:
-    """Return the passes with what sharded weights add: gathers, and sums of their gradients.
-
-    Weights that stay for the step are gathered for its first microbatch only.
-    """
+    """Return the passes with what sharded weights add: gathers, and sums of their gradients."""
     own = segments(shape, layout, 1.0)
     gather = over_all(machine.all_gather, own, stack.number_bytes)
     sums = over_all(machine.all_gather, own, stack.sum_bytes)  # a reduce-scatter takes as long
-    often = 1.0 if layout.zero == 3 else 1 / layout.num_microbatches
     backward = block.i.total + block.w.total + block.again.total
-    forward = often * beside(gather, block.f.total, stack.overlap)
     return block._replace(
-        f=block.f._replace(gathers=forward),
-        i=block.i._replace(gathers=often * beside(gather + sums, backward, stack.overlap)),
+        f=block.f._replace(gathers=beside(gather, block.f.total, stack.overlap)),
+        i=block.i._replace(gathers=beside(gather + sums, backward, stack.overlap)),
     )
 
 
@@ -273,23 +258,18 @@ def step_time(
     block = block or block_of(shape, layout, machine, stack)
     m, blocks = layout.num_microbatches, layout.blocks_by_rank(shape.layers)
     each = block.f.plus(block.i, block.w)
-    many = each.total + block.again.total
-    busy = [m * many * count for count in blocks]
+    busy = [m * (each.total + block.again.total) * count for count in blocks]
     busy[layout.last_rank] += m * block.head.total
     rank = max(range(layout.pp), key=busy.__getitem__)
-    if pipeline is None:
-        pipeline = closed(shape, layout, block, busy)
+    passes = closed(shape, layout, block, busy) if pipeline is None else pipeline
     copies = 1 if shape.tied or layout.pp > 1 else 2
     held = segments(shape, layout, max(blocks), shape.d_model * shape.vocab_size * copies)
-    if layout.zero > 1:  # gathers of blocks are in their passes; the tables are units, too
-        often = m if layout.zero == 3 else 1
+    if layout.zero == 3:  # gathers of blocks are in their passes; the tables are units, too
         nbytes = shape.table_parameters * stack.number_bytes / layout.tp
-        sums = often * machine.all_gather(nbytes, layout.data_ranks, layout.data_stride)
+        sums = m * machine.all_gather(nbytes, layout.data_ranks, layout.data_stride)
     else:
         sums = sum_seconds(layout, machine, stack, block, held, max(blocks))
-    own = each.times(m * blocks[rank])
-    if rank == layout.last_rank:
-        own = own.plus(block.head.times(m))
+    own = each.times(m * blocks[rank]).plus(block.head.times(m * (rank == layout.last_rank)))
     step = Step(
         *own[:3],
         own.waits,
@@ -297,7 +277,7 @@ def step_time(
         own.tp,
         own.cp,
         own.ep,
-        max(0.0, pipeline - busy[rank]),
+        max(0.0, passes - busy[rank]),
         hop_seconds(shape, layout, machine, stack),
         own.gathers + sums,
         update_seconds(layout, machine, stack, held),
@@ -321,7 +301,6 @@ def closed(shape: Shape, layout: Layout, block: Block, busy: list[float]) -> flo
     m, again = layout.num_microbatches, block.i.total + block.again.total
     letters = Letters(2, m, 1, block.f.total, again, block.w.total)
     bubble = FORMS[layout.schedule].bubble
-    assert bubble, "other schedules are simulated"
     each, counts = bubble.value(letters), layout.blocks_of(shape.layers)
     waits = [before * each for before in accumulate(counts[: layout.pp - 1], initial=0)]
     if layout.family.split:
@@ -416,10 +395,8 @@ def step_of(config: Config, machine: Machine) -> Step:
     )
     seconds = float(simulate(schedule, costs).makespan)
     step = step_time(shape, layout, machine, stack, block, seconds)
-    if grid.islands is None:
-        return step
-    meeting = meeting_seconds(shape, layout, machine, grid.islands)
-    return step._replace(sums=step.sums + meeting / config.train.outer_interval)
+    meeting = meeting_seconds(shape, layout, machine, grid.islands or 1)
+    return step._replace(sums=step.sums + meeting / (config.train.outer_interval or 1))
 
 
 def meeting_seconds(shape: Shape, layout: Layout, machine: Machine, islands: int) -> float:

@@ -1,7 +1,5 @@
 """The text of a plan: layout and command, what fills and bounds it, and why others lose."""
 
-from __future__ import annotations
-
 import csv
 import math
 import textwrap
@@ -182,19 +180,19 @@ def why_not(question: Question, first: Candidate, other: Candidate) -> str:
 
 
 def sensitivity(question: Question, plan: Plan) -> str:
-    """Return what the step would be on slower links, and which grid's best would be first."""
+    """Return what the step would be on slower links, and which of the layouts would be first."""
     lines = []
     for name, (inner, outer) in SLOWER.items():
         if question.ranks > (question.machine.per_node if inner == 1 else 1):
             machine = question.machine.with_links(inner, outer)
             best, *others = (
                 one._replace(step=step_time(question.shape, one.layout, machine, question.stack))
-                for one in (*plan.best, *plan.others)
+                for one in plan.best
             )
             first = min([best, *others], key=lambda one: one.step.modelled)
-            then = f"first is {words_of(first.layout)} with {first.step.modelled:.4g} s"
-            if best.step.modelled <= within_error(first):
-                then = "it stays first"
+            stays = best.step.modelled <= within_error(first)
+            other = f"first is {words_of(first.layout)} with {first.step.modelled:.4g} s"
+            then = "it stays first" if stays else other
             text = f"with {name} its step takes {best.step.modelled:.4g} s by the model, and {then}"
             lines.append(textwrap.fill(text, WIDTH, subsequent_indent="  "))
     return "\n".join(lines)
@@ -208,8 +206,8 @@ def across_sites(question: Question, job: Job) -> str:
         islands = question.ranks // question.machine.links[-2].joins
         words = f"--islands {islands} --outer-interval {interval}" if interval else "one run"
         rows.append((words, f"{seconds:.4g}", f"{moved / GIB:.3g}", words_of(layout)))
-    note = "islands are another training run, whose held-out loss is to be compared"
-    return f"{table_with_words(rows)}\n{note}" if ways else ""
+    text = f"{table_with_words(rows)}\nislands are another run, with a held-out loss to compare"
+    return text if ways else ""
 
 
 def impossible(question: Question) -> str:
@@ -230,17 +228,18 @@ def impossible(question: Question) -> str:
 
 def command_line(question: Question, job: Job, one: Candidate) -> str:
     """Return the command that trains with a candidate."""
-    device = question.machine.device
-    wanted = config_of(job.config, question.shape, one.layout, question.dtype, device)
+    wanted = config_of(
+        job.config, question.shape, one.layout, question.dtype, question.machine.device
+    )
     before = {field.name: value for _, field, value in settings(job.config)}
     words = [
-        as_typed(field.name, value)
+        as_typed(field.name, value).replace(" ", "\0")  # a flag and its value stay on one line
         for _, field, value in settings(wanted)
         if field.name not in (*AXES, "ep") and value not in (None, before.get(field.name))
     ]
     first = f"mpiexec -n {question.ranks} mpipar train {job.flags} {typed(one.layout._asdict())}"
     lines = textwrap.wrap(" ".join(words), LONGEST, break_long_words=False, break_on_hyphens=False)
-    return " \\\n    ".join([first, *lines])
+    return " \\\n    ".join([first, *lines]).replace("\0", " ")
 
 
 def as_typed(name: str, value: object) -> str:
@@ -270,7 +269,7 @@ def confidence(question: Question, best: Candidate) -> str:
 
 def nearest_runs(question: Question, layout: Layout, count: int = 3) -> list[dict[str, str]]:
     """Return published runs of similar device, size, ranks and software."""
-    text = (files("mpipar.study.plan") / "runs.csv").read_text("utf-8")
+    rows = (files("mpipar.study.plan") / "runs.csv").read_text("utf-8").splitlines()
 
     def distance(row: dict[str, str]) -> float:
         pairs = (
@@ -283,7 +282,7 @@ def nearest_runs(question: Question, layout: Layout, count: int = 3) -> list[dic
         sizes = sum(abs(math.log2(one / two)) for one, two in pairs)
         return sizes + 8 * other + 4 * (row["machine"] != question.machine.name)
 
-    return sorted(csv.DictReader(text.splitlines()), key=distance)[:count]
+    return sorted(csv.DictReader(rows), key=distance)[:count]
 
 
 def as_dict(question: Question, plan: Plan, job: Job) -> dict[str, object]:

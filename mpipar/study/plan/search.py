@@ -5,8 +5,6 @@ two are closer than the model is to measured steps, the one whose data groups cr
 first: sums over many nodes are what measured networks do worst.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -66,12 +64,11 @@ class Candidate(NamedTuple):
 class Plan(NamedTuple):
     """The answer: the best layouts, best first.
 
-    others: the best of further grids. tied: the layout that the model finds fastest, if one within
-    its error is first for its smaller data groups.
+    tied: the layout that the model finds fastest, if one within its error is first for its smaller
+    data groups.
     """
 
     best: list[Candidate]
-    others: list[Candidate]
     tied: Candidate | None
 
 
@@ -87,7 +84,7 @@ def axes(question: Question) -> Iterator[tuple[int, int, int, int]]:
         for pp in sizes("pp", question.ranks // tp):
             for cp in sizes("cp", question.ranks // tp // pp):
                 dp = question.ranks // tp // pp // cp
-                impossible = (
+                if not (
                     fixed.get("dp", dp) != dp
                     or not cuts_heads(tp, shape.heads, shape.kv_heads)
                     or (node % tp and tp != 2 * node and "tp" not in fixed)  # two nodes at most
@@ -95,8 +92,7 @@ def axes(question: Question) -> Iterator[tuple[int, int, int, int]]:
                     or question.batch_size % dp
                     or (cp > 1 and shape.seq_len % (2 * cp))
                     or (cp > 1 and shape.seq_len // cp < LONG // 2 and "cp" not in fixed)
-                )
-                if not impossible:
+                ):
                     yield dp, pp, cp, tp
 
 
@@ -115,9 +111,18 @@ def cuts(question: Question) -> Iterator[Layout]:
             given(fixed, "outer", ("pp", "dp") if differ else ("pp",)),
         ):
             if not zero or data > 1:
-                m = share // rows
                 yield Layout(
-                    dp, pp, cp, tp, rows, m, "1f1b", 1, parallel, recompute, zero, outer, ep
+                    dp,
+                    pp,
+                    cp,
+                    tp,
+                    rows,
+                    share // rows,
+                    sequence_parallel=parallel,
+                    recompute=recompute,
+                    zero=zero,
+                    outer=outer,
+                    ep=ep,
                 )
 
 
@@ -161,7 +166,6 @@ def search(question: Question, count: int = 5) -> Plan:
     fastest = min(chosen, key=lambda one: one.step.modelled, default=None)
     return Plan(
         chosen[:count],
-        chosen[count:],
         None if fastest is None or fastest is chosen[0] else fastest,
     )
 
@@ -274,8 +278,8 @@ def legal_layouts(parsed: ParsedConfig, world_size: int) -> list[tuple[ParsedCon
     """
     grid, found = parsed.config.grid, []
     for dp, pp, tp in matching((grid.dp, grid.pp, grid.tp), world_size, world_size, 0, 0, grid.cp):
-        sizes = replace(grid, dp=dp, pp=pp, tp=tp)
-        one = replace(parsed, config=replace(parsed.config, grid=sizes))
+        config = replace(parsed.config, grid=replace(grid, dp=dp, pp=pp, tp=tp))
+        one = replace(parsed, config=config)
         with suppress(UserError):
             found.append((one, run_resolve.resolve(one, world_size)[0]))
     least = min((config.train.batch_size for _, config in found), default=0)

@@ -1,7 +1,5 @@
 """All conclusions from a trace, computed once for all views."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property

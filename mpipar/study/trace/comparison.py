@@ -5,8 +5,6 @@ spread: B is slower when its lower quartile is above A's upper quartile, and fas
 case. With fewer than three steps on a side there is no verdict.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

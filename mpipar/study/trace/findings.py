@@ -7,8 +7,6 @@ slow in turn, so there neither a rank nor a link is blamed. Every pipeline has a
 finding only if a single microbatch at a time is in flight.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field

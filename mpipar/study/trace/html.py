@@ -6,8 +6,6 @@ The page's parts are in the folder page/, and those that all pages share in cons
 combines them with the trace's numbers. timeline.js draws the trace, page.js everything else.
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 

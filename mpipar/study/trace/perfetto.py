@@ -8,8 +8,6 @@ row `post` ends when the late rank posts; the arrow ends there, where the wait b
 Times are microseconds with three digits: the nanoseconds of the trace.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

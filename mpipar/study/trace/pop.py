@@ -12,8 +12,6 @@ every operation ends when its last participant has arrived. Source:
 https://co-design.pop-coe.eu/metrics/index.html
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from statistics import mean
