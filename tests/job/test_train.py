@@ -103,7 +103,7 @@ def test_metrics_have_their_fields(layout, runs):
 def test_resolved_config_reads_back(runs):
     folder, _ = runs[FOUR]
     config = tomllib.loads((folder / "config.toml").read_text())
-    assert (config["dp"], config["num-microbatches"], config["ffn"]) == (2, 4, 31)
+    assert (config["dp"], config["num-microbatches"], config["ffn"]) == (1, 4, 31)
     again = printed("train", "--config", folder / "config.toml", "--print-config", ranks=4)
     assert tomllib.loads(again) == config
 
