@@ -15,7 +15,7 @@ from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.half_precision import HalfPrecisionTransport
-from mpipar.comm.hosts import cores_of, use_batch_scheduling
+from mpipar.comm.hosts import shares_cores, use_batch_scheduling
 from mpipar.comm.launcher import check_world
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.objects import all_gather_objects
@@ -57,7 +57,7 @@ class Comms(dict[str, Comm]):
         if mpi_world is not None:
             check_world(mpi_world, os.environ)
         self.grid, self.recorder, self.mpi_world, self.ops = grid, recorder, mpi_world, ops
-        oversubscribed = cores_of(mpi_world).oversubscribed
+        oversubscribed = shares_cores(mpi_world)
         options = (options or Options())._replace(yields_cpu=oversubscribed)
         if oversubscribed:
             use_batch_scheduling()

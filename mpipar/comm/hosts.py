@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,33 +15,23 @@ if TYPE_CHECKING:
 SLEEP_SECONDS = 1e-3
 
 
-class Cores(NamedTuple):
-    """The cores of all hosts together that ranks may use.
-
-    oversubscribed: whether some host has more ranks than cores.
-    """
-
-    cores: int
-    oversubscribed: bool
-
-
-def cores_of(mpi_world: MPI.Comm | None) -> Cores:
-    """Return what every rank knows about all hosts. A single rank has the cores of this host.
+def shares_cores(mpi_world: MPI.Comm | None) -> bool:
+    """Return whether some host has more ranks than cores, as every rank knows it.
 
     Comm: one split over the world, one all_reduce inside each host, one over the world.
     """
-    mine = np.zeros(os.sysconf("SC_NPROCESSORS_CONF"), np.int64)
-    mine[[core for core in os.sched_getaffinity(0) if core < len(mine)]] = 1
     if mpi_world is None or mpi_world.size == 1:
-        return Cores(int(mine.sum()), False)
+        return False
     from mpi4py import MPI
 
+    mine = np.zeros(os.sysconf("SC_NPROCESSORS_CONF"), np.int64)
+    mine[[core for core in os.sched_getaffinity(0) if core < len(mine)]] = 1
     host = mpi_world.Split_type(MPI.COMM_TYPE_SHARED)
     host.Allreduce(MPI.IN_PLACE, mine, op=MPI.MAX)
-    found = np.array([mine.sum() * (host.rank == 0), host.size > mine.sum()], np.int64)
+    crowded = np.array([host.size > mine.sum()], np.int64)
     host.Free()
-    mpi_world.Allreduce(MPI.IN_PLACE, found, op=MPI.SUM)
-    return Cores(int(found[0]), bool(found[1]))
+    mpi_world.Allreduce(MPI.IN_PLACE, crowded, op=MPI.MAX)
+    return bool(crowded[0])
 
 
 def use_batch_scheduling() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from mpipar import __version__
 from mpipar import ops as ops_module
-from mpipar.comm.hosts import cores_of, quiet_barrier
+from mpipar.comm.hosts import quiet_barrier, shares_cores
 from mpipar.comm.objects import gather_numbers, gather_objects
 from mpipar.comm.record import Recorder
 from mpipar.config.text import counted
@@ -92,7 +92,7 @@ class Bench:
         self.arena = Arena(self.ops, room, self.progress.advance)
         self.places = gather_objects(self.world, hosts.place_fact(self.ops)) or []
         self.clocks = shared_clocks(self.world, clock_identity())
-        self.crowded = cores_of(self.world).oversubscribed
+        self.crowded = shares_cores(self.world)
         self.refused: list[str] = []
         self.left_out: list[str] = []
         self.stopped, self.end = False, float("inf")

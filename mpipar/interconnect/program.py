@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpipar.comm.hosts import cores_of
+from mpipar.comm.hosts import shares_cores
 from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.errors import (
     EXIT_CHECK_FAILED,
@@ -176,7 +176,7 @@ def vetted(session: Any, args: Arguments) -> int:
     """Name slow hosts and links; return 1 if there are some. Comm: the messages of all pairs."""
     world = session.world
     sheet = session.agree(lambda: sheet_of(args.machine))[0]
-    crowded = cores_of(world).oversubscribed
+    crowded = shares_cores(world)
     session.agree(lambda: check_comparable(world.size, crowded, 2 if sheet else vet.LEAST_RANKS))
     places = gather_objects(world, hosts.place_fact(make_ops("cpu", "float32"))) or []
     steps: list[int] = []

@@ -31,22 +31,22 @@ NAME = f"rank {HARNESS.Get_rank()} of {HARNESS.Get_size()}"
 
 
 CORES: dict[tuple[int, ...], object] = {}
-cores_of = groups.cores_of
+shares_cores = groups.shares_cores
 
 
 def known_cores(mpi_world):
-    """`cores_of`, asked once for the same ranks: each of some thousand workers asks."""
+    """`shares_cores`, asked once for the same ranks: each of some thousand workers asks."""
     if mpi_world is None:
-        return cores_of(None)
+        return shares_cores(None)
     members = mpi_world.Get_group()
     ranks = tuple(MPI.Group.Translate_ranks(members, None, MPI.COMM_WORLD.Get_group()))
     members.Free()
     if ranks not in CORES:
-        CORES[ranks] = cores_of(mpi_world)
+        CORES[ranks] = shares_cores(mpi_world)
     return CORES[ranks]
 
 
-groups.cores_of = known_cores
+groups.shares_cores = known_cores
 
 
 def say(text: str) -> None:

@@ -12,7 +12,6 @@ from small_model import WORLD, comms_of, small_config, worker_and_rows
 
 import mpipar
 from mpipar.comm import groups, transport
-from mpipar.comm.hosts import Cores
 from mpipar.comm.objects import gather_objects
 from mpipar.run.trace.clock import CommonClock, measure_clocks, shared_clocks
 
@@ -86,7 +85,7 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
         time.sleep(seconds)
 
     monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(groups, "cores_of", lambda world: Cores(2, crowded))
+    monkeypatch.setattr(groups, "shares_cores", lambda world: crowded)
     monkeypatch.setattr(groups, "use_batch_scheduling", lambda: None)
     comms = comms_of(axes={"pp": 2, "dp": 2})
     comm = comms.groups[axis]

@@ -12,7 +12,6 @@ import pytest
 from mpipar import ops
 from mpipar.comm import groups, transport
 from mpipar.comm.grid import Grid
-from mpipar.comm.hosts import Cores
 from mpipar.comm.record import Recorder
 from mpipar.comm.transport import POLLS_BEFORE_SLEEP, MpiTransport, PollingRequest
 from mpipar.config.run import RunConfig
@@ -87,7 +86,7 @@ def test_groups_with_several_stages_are_uneven(layout, uneven, monkeypatch):
 @pytest.mark.parametrize("crowded", [True, False])
 def test_only_ranks_that_share_cores_ask_for_it(crowded, monkeypatch):
     asked = []
-    monkeypatch.setattr(groups, "cores_of", lambda world: Cores(1, crowded))
+    monkeypatch.setattr(groups, "shares_cores", lambda world: crowded)
     monkeypatch.setattr(groups, "use_batch_scheduling", lambda: asked.append(1))
     recorder = Recorder()
     groups.Comms.solo(ops.shapes_for(RunConfig(), recorder), Grid(0), recorder)
