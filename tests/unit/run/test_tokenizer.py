@@ -136,14 +136,11 @@ def test_transformers_reads_the_file_of_bytes(tmp_path):
 def test_a_copy_is_the_same_tokenizer(tmp_path):
     save_tokenizer(tmp_path / "a")
     (tmp_path / "a" / "tokenizer_config.json").write_text('{"eos_token": {"content": "e"}}')
-    (tmp_path / "a" / "notes.txt").write_text("not copied")
     (tmp_path / "b").mkdir()
     found = load_tokenizer(tmp_path / "a")
     found.copy(tmp_path / "b")
     again = load_tokenizer(tmp_path / "b")
-    assert again.digest == found.digest
-    assert again.end == found.end == found.encode("e")[0]  # the file's word comes first
-    assert not (tmp_path / "b" / "notes.txt").exists()
+    assert (again.digest, again.end) == (found.digest, found.encode("e")[0])
     with pytest.raises(DataError, match="400 ids, more than the model's vocabulary of 300"):
         tokenizer_of(tmp_path / "b", 300)
 
