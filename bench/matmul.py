@@ -30,7 +30,7 @@ from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.objects import gather_objects
-from mpipar.comm.record import POINT_TO_POINT, Recorder, Sums
+from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder, Sums
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.layers.context import Context
 from mpipar.layers.flat import FlatParams
@@ -38,7 +38,6 @@ from mpipar.layers.linears import LINEARS
 from mpipar.layers.stash import Stash
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.study.measured_step import flight_ns
 
 
 class Mesh(NamedTuple):
@@ -366,6 +365,40 @@ def measure_product(case, sizes, dtype, repeats, world, full) -> dict:
         "held": held,
         "beside": beside,
     }
+
+
+def flight_ns(recorder: Recorder, axis: str, operations: tuple[str, ...]) -> tuple[int, int]:
+    """Return (ns in which any of these operations over `axis` is in flight, ns overlapped).
+
+    Flight lasts from posting to the end, and is overlapped where the rank computes and is in no
+    other wait, not even inside a pass. Blocking operations are left out, and only what is in the
+    rings counts.
+    """
+    records = [record for record in recorder.records if record.done_ns]
+    flights = [
+        (record.posted_ns, record.done_ns)
+        for record in records
+        if record.axis == axis
+        and record.operation in operations
+        and record.posted_ns < record.waited_ns
+    ]
+    computing = [(span.start_ns, span.end_ns) for span in recorder.spans if span.kind in COMPUTE]
+    blocked = [(record.waited_ns, record.done_ns) for record in records]
+    edges = sorted(
+        (time, kind, change)
+        for kind, intervals in enumerate((flights, computing, blocked))
+        for start, end in intervals
+        for time, change in ((start, 1), (end, -1))
+    )
+    inside, last, flight, hidden = [0, 0, 0], 0, 0, 0
+    for at, kind, change in edges:
+        if inside[0]:
+            flight += at - last
+            if inside[1] and not inside[2]:
+                hidden += at - last
+        inside[kind] += change
+        last = at
+    return flight, hidden
 
 
 def row(case, num_ranks, facts) -> dict:

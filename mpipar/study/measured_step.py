@@ -1,4 +1,4 @@
-"""What the steps of a run have measured: overlap, shares and memory of every rank.
+"""What the steps of a run have measured: shares and memory of every rank.
 
 Shares of a step are those in which a rank computes, communicates, or does neither; without a trace.
 As in a trace, useful time is that of compute spans minus the communication inside them. A rank is
@@ -10,14 +10,14 @@ pipeline span to the end of its optimizer span.
 from bisect import bisect_right
 
 from mpipar.comm.objects import gather_objects
-from mpipar.comm.record import COMPUTE, Recorder
+from mpipar.comm.record import COMPUTE
 from mpipar.run.console import tables as console
 from mpipar.run.console.metrics import process_peak
 from mpipar.run.training import Run
 
 
 def show(training: Run) -> str:
-    """Print a step's measured overlap, shares and memory; return its barriers, on world rank 0.
+    """Print a step's measured shares and memory; return its barriers, on world rank 0.
 
     Comm: one gather over the world.
     """
@@ -29,19 +29,12 @@ def show(training: Run) -> str:
             for key, counter in worker.recorder.counters.items()
             if key.phase in ("F", "I", "recompute", "W", "sync", "opt")
         ],
-        "buckets_ns": flight_ns(
-            worker.recorder, worker.comms["data"].axis, ("all_reduce", "reduce_scatter")
-        ),
         "measured": memory.peak,
         "process": process_peak(),
         "shares": share_facts(worker.recorder),
     }
     facts = gather_objects(training.world, fact)
     if facts:
-        flight, hidden = (sum(fact["buckets_ns"][part] for fact in facts) for part in (0, 1))
-        if flight:
-            sums = f"gradient {'reduce-scatter' if worker.config.memory.zero else 'all-reduce'}"
-            log(f"\n{sums}: its rank computed in {hidden / flight:.0%} of the time of flight")
         log("\nshares of a step:")
         log(share_table([fact["shares"] for fact in facts], [fact["place"] for fact in facts]))
         log("\nmemory per rank, peak of a step:")
@@ -49,40 +42,6 @@ def show(training: Run) -> str:
         steps = training.last - training.first + 1
         return console.barriers([fact["counters"] for fact in facts], steps)
     return ""
-
-
-def flight_ns(recorder: Recorder, axis: str, operations: tuple[str, ...]) -> tuple[int, int]:
-    """Return (ns in which any of these operations over `axis` is in flight, ns overlapped).
-
-    Flight lasts from posting to the end, and is overlapped where the rank computes and is in no
-    other wait, not even inside a pass. Blocking operations are left out, and only what is in the
-    rings counts.
-    """
-    records = [record for record in recorder.records if record.done_ns]
-    flights = [
-        (record.posted_ns, record.done_ns)
-        for record in records
-        if record.axis == axis
-        and record.operation in operations
-        and record.posted_ns < record.waited_ns
-    ]
-    computing = [(span.start_ns, span.end_ns) for span in recorder.spans if span.kind in COMPUTE]
-    blocked = [(record.waited_ns, record.done_ns) for record in records]
-    edges = sorted(
-        (time, kind, change)
-        for kind, intervals in enumerate((flights, computing, blocked))
-        for start, end in intervals
-        for time, change in ((start, 1), (end, -1))
-    )
-    inside, last, flight, hidden = [0, 0, 0], 0, 0, 0
-    for time, kind, change in edges:
-        if inside[0]:
-            flight += time - last
-            if inside[1] and not inside[2]:
-                hidden += time - last
-        inside[kind] += change
-        last = time
-    return flight, hidden
 
 
 def share_facts(recorder) -> dict[str, float]:

@@ -30,20 +30,6 @@ from mpipar.study.trace import html
 from mpipar.study.trace.analysis import Analysis
 
 MOST_LOG = 200_000  # bytes of log.txt on the page
-COLUMNS = {
-    "step": "step",
-    "loss": "loss_nats",
-    "held_out_loss": "held_out_loss_nats",
-    "grad_norm": "grad_norm",
-    "lr": "lr",
-    "loss_scale": "loss_scale",
-    "skipped": "skipped",
-    "step_seconds": "step_seconds",
-    "tokens_per_second": "tokens_per_second",
-    "comm_share_mean": "comm_share_mean",
-    "comm_share_max": "comm_share_max",
-}
-PARTS = ("calls", "bytes", "seconds_mean", "seconds_max")  # what lines report for each axis
 
 
 def environment(session) -> list[tuple[str, str]]:
@@ -175,25 +161,17 @@ def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
     Bytes and calls are per step, summed over ranks; seconds_mean and seconds_max are the mean and
     maximum over ranks.
     """
-    held_out = {one["step"]: one["held_out_loss"] for one in evaluations}
-    axes = sorted({axis for line in lines for axis in line.get("comm", ())})
-    known = {name for line in lines for name in line} | {"held_out_loss"}
-    columns = [name for name in COLUMNS if name in known]
-    file = io.StringIO()
-    writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(
-        [
-            *(COLUMNS[name] for name in columns),
-            *(f"comm_{axis}_{part}" for axis in axes for part in PARTS),
-        ]
-    )
+    held_out, rows = {one["step"]: one["held_out_loss"] for one in evaluations}, []
     for line in lines:
-        values = {"held_out_loss": held_out.get(line["step"])} | line
-        comm = [line.get("comm", {}).get(axis, {}) for axis in axes]
-        writer.writerow(
-            [
-                *(values.get(name) for name in columns),
-                *(own.get(part, 0) for own in comm for part in PARTS),
-            ]
-        )
+        step, loss = line["step"], line["loss"]
+        row = {"step": step, "loss_nats": loss, "held_out_loss_nats": held_out.get(step)}
+        row |= {name: value for name, value in line.items() if name not in ("loss", "comm")}
+        for axis, own in line["comm"].items():
+            row |= {f"comm_{axis}_{part}": value for part, value in own.items()}
+        rows.append(row)
+    file = io.StringIO()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     return file.getvalue()

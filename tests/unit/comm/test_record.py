@@ -8,6 +8,7 @@ import pytest
 from config_helpers import changed
 from helpers import REPOSITORY
 
+from bench.matmul import flight_ns
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Recorder, Span
@@ -19,7 +20,6 @@ from mpipar.layers.parallel.row import RowLinear
 from mpipar.layers.stash import Stash
 from mpipar.ops import make
 from mpipar.study.explain.predict import predict
-from mpipar.study.measured_step import flight_ns
 
 LAYERS = {
     "attn.qkv": "self.qkv.",
