@@ -1,6 +1,6 @@
 """Generation with a cache against generation without one, on one rank; the command and its texts.
 
-tests/equal/models/test_generation.py and tests/equal/run/test_weights_and_text.py have the layouts.
+tests/equal/models/test_generation.py has the layouts.
 """
 
 import json
