@@ -248,8 +248,8 @@ def _single(base: type, raw, is_text: bool):
 def values_of(text: str) -> dict[str, object]:
     """Return the values of the fields that to_toml wrote; ValueError for any other text."""
     found, problems, _ = _keys(parse_toml(text))
-    if problems:
-        raise ValueError(problems[0])
+    if problems or "layout" in found:
+        raise ValueError([*problems, "layout is no saved setting; name its axes"][0])
     return {name: _value(FIELDS[name], raw, False) for name, raw in found.items()}
 
 
