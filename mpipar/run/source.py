@@ -9,7 +9,7 @@ from mpipar.errors import DataError
 from mpipar.run.checkpoint.formats import is_step
 from mpipar.run.checkpoint.manifest import NAME, committed_steps
 from mpipar.run.checkpoint.weight_files import instead_of_weights, weight_paths
-from mpipar.run.files.recognize import recognize
+from mpipar.run.files.bounded import recognize
 from mpipar.run.folder import CHECKPOINTS, WEIGHTS
 
 

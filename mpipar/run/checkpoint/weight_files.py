@@ -24,8 +24,14 @@ from safetensors import SafetensorError, safe_open
 
 from mpipar.config.text import brief, shown
 from mpipar.errors import DataError
-from mpipar.run.files.bounded import built, open_regular, problems_as, read_json
-from mpipar.run.files.recognize import SAFETENSORS, recognize
+from mpipar.run.files.bounded import (
+    SAFETENSORS,
+    built,
+    open_regular,
+    problems_as,
+    read_json,
+    recognize,
+)
 from mpipar.run.files.replace import replaced_files
 
 WEIGHTS = "model.safetensors"

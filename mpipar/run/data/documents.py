@@ -15,8 +15,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mpipar.errors import DataError
-from mpipar.run.files.bounded import open_regular, parse_json, problems_as
-from mpipar.run.files.recognize import BYTE_ORDER_MARK, JSON_LINES, recognize
+from mpipar.run.files.bounded import (
+    BYTE_ORDER_MARK,
+    JSON_LINES,
+    open_regular,
+    parse_json,
+    problems_as,
+    recognize,
+)
 
 LONGEST = 1 << 20  # characters of a part that is cut off; what remains has at least as many
 BLOCK = 1 << 20  # bytes read at a time

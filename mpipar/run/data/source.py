@@ -23,8 +23,7 @@ from mpipar.run.data.documents import is_json_lines, read_documents
 from mpipar.run.data.prepared import is_dataset, open_dataset
 from mpipar.run.data.token_file import Piece, TokenFiles, check_ids, pieces_of
 from mpipar.run.data.tokenizer import BYTE_VOCABULARY
-from mpipar.run.files.bounded import open_regular, problems_as
-from mpipar.run.files.recognize import recognize
+from mpipar.run.files.bounded import open_regular, problems_as, recognize
 
 LLMC_HEADER = 256 * 4  # bytes
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version): of GPT-2's, Llama 3's ids

@@ -22,8 +22,14 @@ import numpy as np
 
 from mpipar.config.text import brief
 from mpipar.errors import DataError, EnvironmentProblem, UserError
-from mpipar.run.files.bounded import parse_json, problems_as, read_bytes
-from mpipar.run.files.recognize import BYTE_ORDER_MARK, HEAD, recognized
+from mpipar.run.files.bounded import (
+    BYTE_ORDER_MARK,
+    HEAD,
+    parse_json,
+    problems_as,
+    read_bytes,
+    recognized,
+)
 from mpipar.run.files.replace import replace_file
 
 TOKENIZER, SETTINGS, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"

@@ -33,7 +33,7 @@ from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.run.console.output import GrowingFile, Log, write_text
 from mpipar.run.files import bounded, replace
-from mpipar.run.files.recognize import recognize
+from mpipar.run.files.bounded import recognize
 from mpipar.run.process import lock
 from mpipar.run.trace import trace_file
 
