@@ -14,9 +14,11 @@ from typing import Any
 from mpipar.config.text import shown
 from mpipar.errors import DataError, OutputError
 from mpipar.run.files.bounded import open_regular, parse_json
+from mpipar.study.plan.machine import NETWORK
 
 SCHEMA = 3
 NOT_ONE = "is this a file of mpipar net --json?"
+MEASURED = "# the links are measured by mpipar net; all above is copied"
 LINKS = "\n[[links]]\njoins = {}\ngbytes_s = {:.4g}\nlatency_us = {:.4g}\n"
 Row = dict[str, Any]
 
@@ -109,9 +111,10 @@ def sheet(base: str, rows: list[Row]) -> str:
     """Return a machine sheet: that of `base` with the links that these sums show.
 
     The rows of one axis, on which ranks of one host (or of all) add up, make a level: its rate is
-    the bus bandwidth of the largest size, its latency the time of the smallest.
+    the bus bandwidth of the largest size, its latency the time of the smallest. Between hosts it
+    is the share of a rank, of which sums reach NETWORK.
     """
-    text = base.split("[[links]]", maxsplit=1)[0].rstrip() + "\n"
+    text = base.split("[[links]]", maxsplit=1)[0].rstrip() + f"\n\n{MEASURED}\n"
     levels = []
     for axis in ("host", "hosts"):
         own = sorted(
@@ -128,5 +131,6 @@ def sheet(base: str, rows: list[Row]) -> str:
             )
     if len(levels) == 1:  # the other level is unknown: as this one
         levels *= 2
-    (joins, *inside), (_, *between) = levels
-    return text + LINKS.format(joins, *inside) + LINKS.format(0, *between)
+    (joins, *inside), (_, rate, latency) = levels
+    share = rate / (joins * NETWORK)
+    return text + LINKS.format(joins, *inside) + LINKS.format(0, share, latency)

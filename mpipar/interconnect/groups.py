@@ -53,16 +53,16 @@ def layout_sections(cases: list[Case], layout: dict[str, int]) -> list[Section]:
 
 
 def host_sections(hosts: list[str]) -> list[Section]:
-    """Return the sums from which a machine sheet is made: inside each host, and between hosts.
+    """Return the sums from which a machine sheet is made: inside each host, and over all ranks.
 
     hosts: of each rank.
     """
     members = {name: [k for k, own in enumerate(hosts) if own == name] for name in hosts}
     inside = tuple(tuple(own) for own in members.values() if len(own) > 1)
     inside *= len(members[hosts[0]]) > 1  # world rank 0 takes part
-    between = tuple(own[0] for own in members.values())
     found = [Section(CASES["all-reduce"], inside, "host", "together")] * bool(inside)
-    return found + [Section(CASES["all-reduce"], (between,), "hosts")] * (len(between) > 1)
+    everyone = tuple(range(len(hosts)))
+    return found + [Section(CASES["all-reduce"], (everyone,), "hosts")] * (len(members) > 1)
 
 
 class Team(NamedTuple):

@@ -168,6 +168,7 @@ class Engine:
             "SEND_B": (self._send, "I"),
             "UNSHARD": (lambda instr: self.weights.unshard(instr.stage), self.forward),
             "RESHARD": (lambda instr: self.weights.reshard(instr.stage), self.forward),
+            # posts the sums that the last pass of a unit (`leave`) has not posted
             "REDUCE_GRAD": (lambda instr: self.gradsync.start(instr.stage), "sync"),
         }
         for instr in program:

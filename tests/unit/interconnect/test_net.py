@@ -294,18 +294,20 @@ def test_other_files_are_refused(tmp_path, text, words):
 
 
 @pytest.mark.parametrize("axes", [("host",), ("hosts",), ("host", "hosts")])
-def test_a_sheet_has_the_measured_links(tmp_path, axes):
-    rows = [
-        row(size, us, axis=axis, ranks=list(range(4)))
-        for axis in axes
-        for size, us in ((8, 5.0), (1 << 20, 500.0))
-    ]
+def test_what_is_planned_on_a_sheet_takes_as_long_as_was_measured(tmp_path, axes):
+    """Sums of 4 ranks of a host in 0.5 ms, of 4 or 8 on all hosts in 2 ms."""
+    rows, size, measured = [], 1 << 20, {}
+    for axis in axes:
+        ranks, us = (4, 500.0) if axis == "host" else (4 * len(axes), 2000.0)
+        busbw, measured[ranks] = 2 * (ranks - 1) / ranks * size / us * 1e-3, us * 1e-6
+        more = {"axis": axis, "ranks": list(range(ranks)), "busbw_GBps": busbw}
+        rows += [row(8, 5.0, **more), row(size, us, **more)]
     path = tmp_path / "here.toml"
     path.write_text(files.sheet((SHEETS / "cpu.toml").read_text(), rows))
     machine = load_machine(str(path))
-    rate = pytest.approx((1 << 20) / 500 * 1e-3, rel=1e-3)
-    assert [(one.gbytes_s, one.latency_us) for one in machine.links] == [(rate, 5.0)] * 2
     assert machine.links[0].joins == (4 if "host" in axes else 1)
+    for ranks, seconds in measured.items():
+        assert machine.all_reduce(size, ranks) == pytest.approx(seconds, rel=0.05)
 
 
 # --- compare
