@@ -272,7 +272,7 @@ def read(folder: str | Path) -> Trace:
     Raises DataError when there is none, or a part is missing or belongs to another run.
     """
     folder = Path(folder)
-    if not (folder / "trace").is_dir():
+    if not os.path.isdir(folder / "trace"):  # false for a name that is too long
         raise DataError(f"{folder}: no run folder with a trace; {HOW_TO}")
     meta = read_json(META, cure=HOW_TO, most_bytes=MOST_META, root=folder)
     facts = _built(Meta, meta, folder / META)

@@ -171,7 +171,6 @@ def test_flags_are_read_and_kernels_chosen_before_numpy_is_loaded():
             "verify --print-config --trace 2:3 --memory-limit=9 --tensorboard",
             ["--trace", "--memory-limit", "--tensorboard: mpipar verify does not use it"],
         ),
-        ("trace RUN --html a --perfetto ./a --foo", ["--foo", "give two files"]),
     ],
 )
 def test_own_arguments_name_all_mistakes_at_once(words, parts):
