@@ -8,7 +8,7 @@ piece of work varies by 2 %.
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -70,10 +70,6 @@ class Run:
     steps: int = 3
     timed_layers: bool = False
     seed: int = 0
-
-    def without(self):
-        """Return the same run with nothing planted."""
-        return replace(self, fault="", delay=0.0)
 
 
 class Simulator:

@@ -59,7 +59,15 @@ def test_the_root_holds_little_else_than_folders():
     assert files == {"__init__", "__main__", "cache", "cli", "errors"}
 
 
-@pytest.mark.parametrize("words", [["schedule", "1f1b"], ["--help"], ["train", "--print-config"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["schedule", "1f1b"],
+        ["explain", "--layout", "tp=2"],
+        ["--help"],
+        ["train", "--print-config"],
+    ],
+)
 def test_what_needs_no_mpi_does_not_load_it(words):
     code = ("import sys, atexit, os\n"
             "from mpipar.__main__ import main\n"

@@ -2,14 +2,11 @@
 
 import itertools
 import re
-import sys
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from helpers import run_command
 from in_process import assert_refused, printed
-from program import environment
 
 from mpipar import models
 from mpipar.comm.grid import ISLAND, Grid
@@ -296,17 +293,6 @@ def test_one_rank_has_no_barriers_but_memory_and_flops():
     assert "memory at the peak: " in text
     assert "that is more than --memory-limit 1000 (1000 B)" in text
     assert "more than" not in printed("explain", "--memory-limit", 10**9)
-
-
-def test_mpi_is_never_loaded():
-    program = (
-        "import sys; from mpipar.cli import main; from mpipar.run.process.session import Session;"
-        " from mpipar.comm.launcher import Launcher;"
-        " main(['explain', '--layout', 'tp=2'], Session(Launcher()));"
-        " assert 'mpi4py.MPI' not in sys.modules, 'loaded'"
-    )
-    result = run_command([sys.executable, "-c", program], 60, environment())
-    assert result.returncode == 0, result.tail()
 
 
 def test_the_copy_for_saving_in_the_background_is_predicted():

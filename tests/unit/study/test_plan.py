@@ -321,6 +321,11 @@ def test_more_memory_never_gives_a_longer_step():
     assert steps == sorted(steps, reverse=True)
 
 
+def test_software_is_asked_for_layouts_that_it_has():
+    best = search(asked(stack="fsdp")).best
+    assert {(one.layout.dp, one.layout.zero) for one in best} <= {(16, 0), (16, 3)}
+
+
 @pytest.mark.parametrize("values", [{"optimizer": "muon"}, {"islands": 1}, {"optimizer": "sgd"}])
 def test_what_the_optimizer_keeps_is_counted_in_closed_form_too(values):
     layout, named = Layout(dp=4, tp=2, zero=1), build({"preset": "llama-8b"} | values)
