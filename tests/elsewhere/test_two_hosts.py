@@ -73,8 +73,9 @@ def test_a_sheet_has_both_levels(hosts, tmp_path):
     text = (tmp_path / "here.toml").read_text()
     inside, between = (float(line.split()[-1]) for line in text.splitlines() if "gbytes_s" in line
                        and not line.startswith(("product", "hbm")))  # fmt: skip
-    # each of two ranks of a host has half of the cable, of which sums reach 0.9
-    assert 0.5 * EXPECTED_GBPS < 2 * 0.9 * between < 1.05 * EXPECTED_GBPS
+    # Each of two ranks of a host has half of the cable, of which sums reach 0.9. A library that
+    # sums inside hosts first sends 2/3 of what a ring of four ranks does.
+    assert 0.5 * EXPECTED_GBPS < 2 * 0.9 * between < 1.05 * 1.5 * EXPECTED_GBPS
     assert inside > 2 * between
 
 
