@@ -169,7 +169,7 @@ def with_head(change):
     ("meta.json", lambda files: re.sub(b'"recording": "[0-9a-f]+"', b'"recording": "x"', files[2]),
      "of another rank or run .* must come from one run"),
     ("rank-00001.bin", with_head({"host": "a\x1b[2J"}), r"not of a trace: .*host is 'a\\x1b\[2J'"),
-    ("rank-00001.bin", with_head({"cores": [9**50]}), "64 bits"),
+    ("rank-00001.bin", with_head({"cores": [9**50]}), "may not have the value"),
     ("rank-00001.bin", with_head({"mpipar_trace": 7}), "this mpipar reads 5; record one"),
     ("rank-00001.bin", with_head({"texts": []}), "contradicts itself: IndexError"),
     ("rank-00001.bin", with_head({"rows": [1]}), "argument 2 is longer"),
@@ -179,7 +179,7 @@ def with_head(change):
      "rank-00002.bin: No such file"),
     ("rank-00001.bin", lambda files: b"", "is not JSON"),
     ("meta.json", lambda files: files[2].replace(b'"owners"', b'"x"'), "of a trace: it.clock has"),
-    ("meta.json", lambda files: b'{"mpipar_trace": 5}', "no 'recording', 'world_size'"),
+    ("meta.json", lambda files: b'{"mpipar_trace": 5}', "has not all of its keys"),
 ])  # fmt: skip
 def test_files_that_are_broken_or_of_several_runs_are_refused(
     delayed, tmp_path, name, edit, message
