@@ -109,13 +109,6 @@ def measure(args, session) -> Outcome | int:
         return 0
     Path(args.out).write_text(sheet(args, figures, links, len(session.host_ranks or [0])))
     rows = [{"figure": name, "value": value} for name, value in figures.items()]
-    rows += [
-        {
-            "figure": f"all-reduce of {one['size_bytes']} bytes, {one['link']}, us",
-            "value": one["median_us"],
-        }
-        for one in links
-    ]
     return Outcome(rows, end=f"{args.out}: a data sheet; mpipar plan MODEL --machine {args.out}")
 
 

@@ -374,9 +374,8 @@ def make_table(args, session) -> Outcome | int:
         rows = COMPUTED[args.table]()
     elif (rows := TABLES[args.table](session.world)) is None:
         return 0
-    plain = {"rows_per_step": 16, "microbatches": 8, **MODEL}
-    facts = EXPERTS if args.table == "moe" else plain
-    return Outcome(rows, facts, variant=args.table)
+    facts = {"rows_per_step": 16, "microbatches": 8, **MODEL}
+    return Outcome(rows, EXPERTS if args.table == "moe" else facts, variant=args.table)
 
 
 main = Program(

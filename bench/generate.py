@@ -168,8 +168,9 @@ def measure_all(args, session) -> Outcome:
     """Measure all models."""
     with threadpool_limits(args.threads):
         made = [row for preset in args.presets for row in rows_of(preset, args)]
-    names = ("threads", "prompt_tokens", "new_tokens", "repeats")
-    facts = {name: getattr(args, name) for name in names}
+    facts = {
+        name: getattr(args, name) for name in ("threads", "prompt_tokens", "new_tokens", "repeats")
+    }
     return Outcome(made, facts | results.versions("torch", "transformers", "numba"))
 
 

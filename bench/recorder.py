@@ -149,11 +149,6 @@ def measure(args, session) -> Outcome | int:
     shares = [(r * worst + s * rows["span"]["cost_ns"]) / ns for r, s, ns in everything]
     busiest = max(range(world.size), key=shares.__getitem__)
     records, spans, step_ns = everything[busiest]
-    summary = (
-        f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans}"
-        f" spans in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}:"
-        f" {shares[busiest]:.3%} of it"
-    )
     facts = {
         "ranks": world.size,
         "records_per_step": records,
@@ -161,7 +156,15 @@ def measure(args, session) -> Outcome | int:
         "step_ms": round(step_ns * 1e-6, 1),
         "percent_of_step": round(100 * shares[busiest], 3),
     }
-    return Outcome(list(rows.values()), facts, end=summary)
+    return Outcome(
+        list(rows.values()),
+        facts,
+        end=(
+            f"\ndefault model on {counted(world.size, 'rank')}: {records} records and {spans}"
+            f" spans in a step of {step_ns * 1e-6:.1f} ms on rank {busiest}:"
+            f" {shares[busiest]:.3%} of it"
+        ),
+    )
 
 
 main = Program(

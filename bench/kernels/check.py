@@ -172,12 +172,12 @@ def measure(args: Any, session: Any) -> Outcome:
             )
     rows.sort(key=lambda row: -row["of_limit"])
     wrong = any(row["of_limit"] > 1 or row["bits"] != "equal" for row in rows)
-    missing = ", ".join(name for name in FUNCTIONS if name not in {row["function"] for row in rows})
     return Outcome(
         rows,
         gpu.facts() | {"limits": TOLERANCE},
         EXIT_CHECK_FAILED if wrong else EXIT_OK,
-        end=f"in no step here: {missing}",
+        end="in no step here: "
+        + ", ".join(name for name in FUNCTIONS if name not in {row["function"] for row in rows}),
     )
 
 
