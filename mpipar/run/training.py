@@ -409,6 +409,7 @@ class Run:
             if self.saver.saved != self.last:
                 start = perf_counter()
                 self.save(self.last)
+                self.saver.commit()  # one beside training has only begun
                 self.log(f"\nsaved step {self.last}: {perf_counter() - start:.2f} s blocked")
 
         with self.recorder.at("save"):

@@ -59,7 +59,7 @@ def newest_step(folder):
     ],
 )
 def test_a_killed_run_goes_on_as_if_nothing_had_been(words, text_folder):
-    train(text_folder, *words, "--out", "whole")
+    train(text_folder, *words, "--save-async", "--out", "whole")
     result = ended(text_folder, "kill", 7, *words, "--out", "killed", "--save-interval", "4")
     killed_by(result, 9)
     assert newest_step(text_folder / "killed") == 4
@@ -266,7 +266,6 @@ def test_a_disk_that_is_too_small_for_trace_and_metrics_does_not_end_the_run(tex
     assert "run/metrics.jsonl can't be written: File too large; the run continues" in lines
     folder = text_folder / "run"
     assert (folder / "weights" / "model.safetensors").is_file()
-    assert not {"trace", "report.html"} & {path.name for path in folder.iterdir()}
     assert "held-out loss" in result.stdout
 
 
