@@ -99,7 +99,7 @@ def run_data(folder: Path, config: Config, lines, evaluations, told: dict) -> di
         f" {config.train.optimizer}, {config.run.dtype} on {config.run.device}",
         "state": told["state"],
         "summary": summary(lines, evaluations),
-        "curves": html.curves(lines, evaluations),
+        "curves": curves(lines, evaluations),
         "tables": [
             layout_table(told["ranks"], told["headline"].splitlines()[0]),
             {"title": "Environment", "rows": [list(row) for row in told["environment"]]},
@@ -175,3 +175,55 @@ def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return file.getvalue()
+
+
+# --- curves by step, of a run's lines
+
+
+MOST_POINTS = 1000  # of a drawn curve; longer ones are drawn as means
+
+
+def curves(lines: list[dict], evaluations: list[dict]) -> list[dict]:
+    """Return what a page draws: [{title, unit, series: [{name, colour, points: [[step, value]]}]}].
+
+    Curves without values are left out.
+    """
+    wanted = [
+        (
+            "Loss",
+            "nats per token",
+            [
+                ("training", "F", _points(lines, "loss")),
+                ("held out", "W", _points(evaluations, "held_out_loss")),
+            ],
+        ),
+        ("Learning rate", "", [("learning rate", "data", _points(lines, "lr"))]),
+        ("Gradient norm", "before clipping", [("norm", "opt", _points(lines, "grad_norm"))]),
+        ("Speed", "tokens per second", [("speed", "B", _points(lines, "tokens_per_second"))]),
+        (
+            "Time in barriers",
+            "share of a step",
+            [("share", "axis-tp", _points(lines, "comm_share_mean"))],
+        ),
+    ]
+    found = []
+    for title, words, series in wanted:
+        some = [
+            {"name": name, "colour": colour, "points": thinned(points)}
+            for name, colour, points in series
+            if any(value for _, value in points)
+        ]
+        if some:
+            found.append({"title": title, "unit": words, "series": some})
+    return found
+
+
+def _points(lines: list[dict], name: str) -> list[tuple[int, float]]:
+    return [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+
+
+def thinned(points: list[tuple[int, float]]) -> list[list]:
+    """Return at most MOST_POINTS points: means of equally many neighbours, at the last's step."""
+    each = -(-len(points) // MOST_POINTS) or 1
+    parts = [points[first : first + each] for first in range(0, len(points), each)]
+    return [[part[-1][0], sum(value for _, value in part) / len(part)] for part in parts]
