@@ -385,10 +385,12 @@ def test_json_has_what_the_text_says_and_its_command_can_be_typed():
 
 def test_a_step_on_a_machine_is_the_sum_of_its_parts():
     text = printed("explain", "--layout", "dp=2,pp=2", "--machine", "cpu")
-    line = text[text.index("predicted step on cpu: ") :]
+    line, _, sharded = text[text.index("predicted step on cpu: ") :].partition("with --zero 1: ")
     total, *parts = map(float, re.findall(r"([\d.]+)\s+(?:ms|[a-z])", line))
     assert total == pytest.approx(sum(parts), abs=0.05)
     assert "idle in the pipeline" in " ".join(line.split())
+    assert float(sharded.removesuffix(" ms\n")) < total
+    assert "--zero 1" not in printed("explain", "--layout", "pp=2", "--machine", "cpu")
 
 
 def test_islands_stand_beside_data_parallelism_across_a_slow_link(tmp_path):
