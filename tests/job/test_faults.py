@@ -32,6 +32,7 @@ from program import (
     running,
 )
 
+from mpipar.run.checkpoint import manifest
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps, damage
 from mpipar.run.trace import trace_file
@@ -412,14 +413,15 @@ def edit_manifest(edit):
     def change(folder):
         path = newest(folder, "manifest.json")
         content = json.loads(path.read_text())
+        del content["sha256"]
         edit(content)
-        path.write_text(json.dumps(content))
+        path.write_text(json.dumps(content | {"sha256": manifest._digest(content)}))
 
     return change
 
 
-def steal_piece(manifest):
-    manifest["files"]["../../../text.txt"] = manifest["files"].pop("pieces-00001.safetensors")
+def steal_piece(content):
+    content["files"]["../../../text.txt"] = content["files"].pop("pieces-00001.safetensors")
 
 
 STARTS = (
@@ -544,7 +546,7 @@ STARTS = (
         BY_PATH,
         65,
         "format",
-        edit_manifest(lambda manifest: manifest.update(format=99)),
+        edit_manifest(lambda content: content.update(format=99)),
     ),
     Start(
         35, "several ranks are needed, and no launcher is there", "", 2, "mpiexec -n 2", ranks=None
