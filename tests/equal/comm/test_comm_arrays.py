@@ -97,6 +97,17 @@ def test_the_step_on_shapes_refuses_it():
     assert_refused(comms.world, [ops.zeros((2, 4, 3), label="buffers").transpose(0, 2, 1)])
 
 
+@pytest.mark.parametrize("size", [10, 20_000, 20_001])  # whole arrays; chunks; padded chunks
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_sum_in_sixteen_bits_is_rounded_once(dtype, size, rng):
+    comms = comms_of(ops_module.make("cpu", dtype))
+    parts = rng.standard_normal((WORLD.size, size)).astype(comms.ops.dtype)
+    found = comms.world.all_reduce(parts[HERE].copy(), "t")
+    expected = sum(parts.astype(np.float32)).astype(comms.ops.dtype)
+    assert np.array_equal(found.view("uint16"), expected.view("uint16"))
+    comms.close()
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "uint64"])
 def test_a_maximum_of_unsigned_numbers_is_refused(dtype):
     comms = comms_of(ops_module.make("cpu", "float32"))
