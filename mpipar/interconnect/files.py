@@ -132,5 +132,8 @@ def sheet(base: str, rows: list[Row]) -> str:
     if len(levels) == 1:  # the other level is unknown: as this one
         levels *= 2
     (joins, *inside), (_, rate, latency) = levels
-    share = rate / (joins * NETWORK)
-    return text + LINKS.format(joins, *inside) + LINKS.format(0, share, latency)
+    return (
+        text
+        + LINKS.format(joins, *inside)
+        + LINKS.format(0, rate / (joins * NETWORK), latency)  # of a rank
+    )
