@@ -13,6 +13,7 @@ from helpers import MARK, REPOSITORY, kill_with, run_command
 SCRIPT = REPOSITORY / "bench" / "gpu_session.sh"
 FIRST = ["machine", "check", "races", "step by function", "step beside torch"]
 SECOND = ["batch 1", "batch 4", "llama", "experts", "attention", "products", "layouts", "tests"]
+REHEARSAL_SECONDS = 900  # g++ compiles all kernels, if no earlier run has left them
 MOST_CHARACTERS = 12000  # of what is printed
 # A stand-in for python3, mpiexec and others: nothing is missing, and each part ends as a test says.
 MADE_UP = """#!/bin/bash
@@ -87,6 +88,15 @@ def test_a_part_that_fails_is_named_and_the_others_run(tmp_path):
     assert "== 02-check\nwrong" in result.stdout
 
 
+@pytest.mark.slow
+def test_a_part_that_hangs_leaves_no_time(tmp_path):
+    env = machine(tmp_path, attention="exec sleep 60")
+    result, lines = visit(tmp_path, "second", LIMIT="8", **env)
+    assert result.returncode == 1
+    assert lines["attention"].endswith("FAILED: ended at its time limit")
+    assert lines["tests"].endswith("skipped: 4 s are over")
+
+
 def test_a_visit_that_is_cut_leaves_what_has_ended(tmp_path):
     mark, out = uuid.uuid4().hex, tmp_path / "out"
     env = {"OUT": str(out), MARK: mark, **machine(tmp_path, attention="exec sleep 60")}
@@ -118,11 +128,29 @@ def test_a_wheel_of_mpich_that_is_carried_along_is_used(tmp_path):
     assert os.access(wheel / "bin" / "hydra_pmi_proxy", os.X_OK)
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(REHEARSAL_SECONDS + 60)
+@pytest.mark.skipif("CUDA_MACHINE_DEVICE" not in os.environ, reason="not on the CUDA machine")
+@pytest.mark.parametrize(("half", "parts"), [("first", FIRST), ("second", SECOND)])
+def test_a_rehearsal(half, parts, tmp_path):
+    """Every part but the one beside PyTorch runs, at small sizes, on the real CuPy."""
+    env = {"OUT": str(tmp_path / "out"), "REHEARSE": "1", "LIMIT": str(2 * REHEARSAL_SECONDS - 90)}
+    result = run_command(["bash", SCRIPT, half], REHEARSAL_SECONDS, cwd=tmp_path, env=env)
+    assert result.returncode == 0, result.tail()
+    lines = result.stdout.partition("\n\n==")[0].splitlines()[1:-1]
+    assert [re.split(r"\s{2,}", line)[0] for line in lines] == parts
+    skipped = [line for line in lines if not line.endswith("ok")]
+    assert all("skipped: torch" in one or "compute-sanitizer" in one for one in skipped), skipped
+
+
 @pytest.mark.parametrize(
     ("words", "env", "message"),
     [
         ([], {"PYTHON": "no-such-python"}, "no no-such-python; name one with PYTHON=FILE"),
         (["first"], {"OUT": "full"}, "full can't be written or has first.tar.gz; name another"),
+        ([], {"MPICH": "full"}, "no libmpi.so.12 below full; unpack a wheel of mpich there"),
+        (["third"], {}, "third: say first or second, or nothing for both"),
     ],
 )
 def test_what_cannot_start_is_refused(tmp_path, words, env, message):
