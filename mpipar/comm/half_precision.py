@@ -31,6 +31,9 @@ class HalfPrecisionTransport:
         self.barrier, self.zeros = transport.barrier, transport.zeros
         self.max_tag, self.close = transport.max_tag, transport.close
         self.carrier, self.in_order = transport.carrier, transport.in_order
+        # These sum float32 only: gradients, and weights that are saved.
+        self.iall_reduce, self.ireduce_scatter = transport.iall_reduce, transport.ireduce_scatter
+        self.reduce = transport.reduce
 
     def _is_narrow(self, x: Array) -> bool:
         return bool(x.dtype == self.ops.dtype)
@@ -68,14 +71,6 @@ class HalfPrecisionTransport:
         self.ops.synchronize()  # they are computed here, after Comm has drained the stream
         return parts
 
-    def iall_reduce(self, x: Array) -> Request:
-        assert not self._is_narrow(x), "gradients are summed in float32"
-        return self.transport.iall_reduce(x)
-
-    def ireduce_scatter(self, x: Array) -> Request:
-        assert not self._is_narrow(x), "gradients are summed in float32"
-        return self.transport.ireduce_scatter(x)
-
     def iall_gather(self, x: Array) -> Request:
         return self.transport.iall_gather(self._moved(x))
 
@@ -84,10 +79,6 @@ class HalfPrecisionTransport:
             return self.transport.reduce_scatter(x)
         parts = self.all_to_all(x)
         return self.ops.add_parts(parts, self.ops.empty(x.shape[1:], x.dtype, label="buffers"))
-
-    def reduce(self, x: Array, root: int) -> None:
-        assert not self._is_narrow(x), "the cuts that reduce to one rank are float32 or float64"
-        self.transport.reduce(x, root)
 
     def all_gather(self, x: Array, group_size: int) -> Array:
         return self._received(self.transport.all_gather(self._moved(x), group_size), x)
