@@ -1,8 +1,7 @@
 """Shared-memory windows: the ranks of a host add up each other's numbers in place.
 
-Each of p ranks adds up one p-th of all arrays. Arrays in a window (`zeros`) are not copied at all:
-between two meetings a rank adds up its piece of all arrays, and writes the sum into all of them.
-Other arrays pass through rooms of the window, one tile at a time, so that the rooms stay in the
+Arrays in a window (`zeros`) are not copied at all: between two meetings each of p ranks adds up one
+p-th of all arrays, and writes the sum into all of them. Other arrays pass through rooms of the window, one tile at a time, so that the rooms stay in the
 caches.
 
 Each piece is summed by a single rank, which begins with its own numbers and continues around the
