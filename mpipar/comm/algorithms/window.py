@@ -1,8 +1,8 @@
 """Shared-memory windows: the ranks of a host add up each other's numbers in place.
 
 Arrays in a window (`zeros`) are not copied at all: between two meetings each of p ranks adds up one
-p-th of all arrays, and writes the sum into all of them. Other arrays pass through rooms of the window, one tile at a time, so that the rooms stay in the
-caches.
+p-th of all arrays, and writes the sum into all of them. Other arrays pass through rooms of the
+window, one tile at a time, so that the rooms stay in the caches.
 
 Each piece is summed by a single rank, which begins with its own numbers and continues around the
 group; a tile in the rooms is summed by each rank in the order of the group. Every rank thus has the
