@@ -58,7 +58,8 @@ def folder_problems(config) -> list[str]:
             return []
     except OSError as error:
         return [f"{folder}: {error.strerror}; give another folder"]
-    cure = f"give a new --out, or resume the run that is there: --resume auto --out {folder}"
+    there = f", or resume the run that is there: --resume auto --out {folder}"
+    cure = f"give a new --out{there if is_run(folder) else ''}"
     return [f"{folder} exists and is not empty; a run never overwrites another: {cure}"]
 
 
@@ -121,11 +122,18 @@ def resume_in(start, config, session, beside: Mapping[str, bytes]) -> Path:
     folder = Path(start.folder)
     with said(folder, "the run can't resume here"):
         session.lock(folder)
+        if newest_step(folder) != start.newest:
+            raise UsageError(f"{folder}: another job has just resumed in it; start again")
         if traced_steps(config.run.trace, start.step + 1, config.train.steps):
             set_aside(folder / "trace")
         no_links.remove_tree(folder, HANG)  # left by a job that was killed
         _write(config, beside, folder)
         return folder
+
+
+def newest_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint in a run folder, or 0."""
+    return max((step for step, _ in committed_steps(folder / CHECKPOINTS)), default=0)
 
 
 def truncate_after(folder: Path, step: int) -> list[str]:

@@ -21,13 +21,13 @@ from mpipar.config.grid import sizes_text
 from mpipar.config.model import CUTS, ModelConfig
 from mpipar.config.run import AUTO, NEVER, named_folder
 from mpipar.config.sections import named
-from mpipar.config.text import brief
+from mpipar.config.text import brief, counted
 from mpipar.errors import DataError, UsageError
 from mpipar.run.checkpoint.formats import is_step
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.run.checkpoint.tokenizer_files import read_tokenizer_files
-from mpipar.run.compared import compare_inputs
+from mpipar.run.compared import compare_inputs, digest_of_weights
 from mpipar.run.files.bounded import problems_as, read_text
 from mpipar.run.files.settings import over, skipped, values_of
 from mpipar.run.folder import (
@@ -36,6 +36,7 @@ from mpipar.run.folder import (
     Sources,
     finished_step,
     make_run_folder,
+    newest_step,
     read_sources,
     resume_in,
 )
@@ -75,15 +76,16 @@ ORDER = ("schedule", "schedule_csv", "chunks", "stage_layers")
 class Start:
     """Where a run starts; the same on every rank.
 
-    folder: the run folder to resume in, or None for a new one. candidates: folders of steps, the
-    one to load first; the others are what `auto` may fall back to. step, config (TOML), layout,
-    schedule, data: of the first candidate whose manifest can be read.
+    folder: the run folder to resume in, or None for a new one. newest: its newest step. candidates:
+    folders of steps, the one to load first; the others are what `auto` may fall back to. step,
+    config (TOML), layout, schedule, data: of the first candidate whose manifest can be read.
     Without a candidate, config and data are those of the run's first start. weights: what a run
     without a candidate starts from; digest: its expected SHA-256, or "" if unknown.
     finished: the step with which the run has ended, or 0. notes: lines for the user.
     """
 
     folder: str | None = None
+    newest: int = 0
     candidates: tuple[str, ...] = ()
     step: int = 0
     config: str = ""
@@ -142,6 +144,7 @@ def _newest_of(steps: list[Path], folder: Path | None, asked: str) -> Start:
             continue
         return Start(
             str(folder) if folder else None,
+            newest_step(folder) if folder else 0,
             tuple(map(str, steps[number:])),
             found.step,
             found.config,
@@ -182,14 +185,18 @@ def again(run, folder: Path) -> Start:
 def check_first_weights(run, folder: Path, sources: Sources) -> None:
     """Raise UserError if the user names other weights than those that a folder's run started from.
 
-    Their content is compared before the first step, see `check_begin`.
+    That is another folder, or the same one with other content.
     """
-    where = f"--init-from {run.init_from}"
-    if run.init_from is not None and find_source(run.init_from, where) != sources.init_from:
-        raise UsageError(
-            f"{where}: the run in {folder} started from {sources.init_from or 'new weights'}; leave"
-            " --init-from out, or give a new --out"
-        )
+    if run.init_from is None:
+        return
+    where, first = f"--init-from {run.init_from}", sources.init_from
+    if find_source(run.init_from, where) != first:
+        why = f"the run in {folder} started from {first or 'new weights'}"
+    elif digest_of_weights(first) != sources.digest:
+        why = f"has changed since the run in {folder} started"
+    else:
+        return
+    raise UsageError(f"{where}: {why}; leave --init-from out, or give a new --out")
 
 
 def _named_steps(text: str) -> tuple[Path, list[Path]]:
@@ -226,12 +233,17 @@ def resumed(parsed, saved: Mapping[str, object], world_size: int):
     given, ranks = parsed.given, math.prod(saved.get(axis, 1) for axis in AXES)
     named = any(axis in given for axis in LAYOUT)
     chooses = parsed.chooses_layout and (named or ranks != world_size)
-    problems = (*parsed.unread, *unchangeable(given, saved))
-    parsed = replace(parsed, unread=problems, chooses_layout=chooses)
+    problems = [*parsed.unread, *unchangeable(given, saved)]
+    if ranks != world_size and not (named or chooses):
+        problems.append(
+            f"{counted(world_size, 'rank')}: the run has {ranks}; start mpiexec -n {ranks}, or add"
+            f" a --layout of {world_size}, such as auto"
+        )
+    parsed = replace(parsed, unread=tuple(problems), chooses_layout=chooses)
     dropped = set(OF_A_START)
     if any(name in given for name in ORDER):
         dropped |= set(ORDER)
-    if named or chooses:
+    if named or ranks != world_size:
         dropped |= {*LAYOUT, *ORDER, "cp_attention"} - {"schedule"}
     return over({name: value for name, value in saved.items() if name not in dropped}, parsed)
 
@@ -318,12 +330,17 @@ def load_newest(session, worker, start: Start, log) -> int:
     wrong: list[str] = []
     for text in start.candidates:
         problems: list[str] = []
+        digest = ""
         try:
             manifest = read_manifest(Path(text))
             load_state(worker, Path(text), manifest)
+            digest = digest_of_weights(text)
         except DataError as error:
             problems = error.problems
-        found = next(filter(None, all_gather_objects(session.world, problems)), None)
+        everybody = all_gather_objects(session.world, [problems, digest])
+        found = next((problems for problems, _ in everybody if problems), None)
+        if found is None and any(other != digest for _, other in everybody):
+            found = [f"{text}: differs between ranks; give all hosts the same files"]
         if found is None:
             log(f"resumed after step {manifest.step}: {text}; {moved(start, worker)}")
             return manifest.step

@@ -148,7 +148,11 @@ class Run:
         self.told = {"ranks": facts, "headline": headline}
         log(headline)
         taken = session.held.note if session.held else ""
-        notes = (*self.start.notes, *self.inputs.notes, *warm_up_notes(config.train), taken)
+        trace, done = config.run.trace, self.start.step
+        late = (trace_steps(trace) or (done + 1,))[0] <= done
+        missed = f"--trace {trace}: the run resumes after step {done}: nothing is traced"
+        before = (*self.start.notes, missed if late else "", *self.inputs.notes)
+        notes = (*before, *warm_up_notes(config.train), taken)
         for note in filter(None, notes):
             log(one_line(note))
         log(console.holdings(facts))

@@ -7,6 +7,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from config_helpers import reading_of
@@ -17,13 +18,14 @@ from short_runs import TINY as TEN_STEPS
 from short_runs import assert_same_run, ended, prepare, train
 
 from mpipar.errors import DataError, UsageError
+from mpipar.run import resume
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.compared import digest_of_weights
 from mpipar.run.files.settings import to_toml, values_of
-from mpipar.run.folder import SOURCES, Sources, folder_problems
+from mpipar.run.folder import SOURCES, Sources, folder_problems, resume_in
 from mpipar.run.resolve import resolve
-from mpipar.run.resume import check_begin, find_start, resumed
+from mpipar.run.resume import Start, check_begin, find_start, load_newest, resumed
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4
     --num-microbatches 2 --sample-tokens 0 --steps 6 --save-interval 2 --keep-checkpoints 0
@@ -142,7 +144,8 @@ def test_another_number_of_ranks_needs_a_layout():
     saved = saved_settings("--dp", "2", "--tp", "2")
     with pytest.raises(UsageError) as caught:
         settled(saved, ranks=2)
-    assert "start mpiexec -n 4" in str(caught.value)
+    assert "2 ranks: the run has 4; start mpiexec -n 4, or add a --layout" in str(caught.value)
+    assert "--dp" not in str(caught.value)
     assert settled(saved, "--layout", "tp=2", ranks=2).train.batch_size == saved["batch_size"]
 
 
@@ -180,7 +183,9 @@ def as_earlier(run, text):
 
 def test_a_run_with_settings_that_are_gone_resumes(here):
     as_earlier(here / "run", EARLIER)
-    text = alone("train", "--resume", "run", "--steps", "8", cwd=here).ended().stdout
+    words = ("--resume", "run", "--steps", "8", "--trace", "1:2")
+    text = alone("train", *words, cwd=here).ended().stdout
+    assert "--trace 1:2: the run resumes after step 6: nothing is traced" in text
     for line in EARLIER.splitlines():
         note = f"{line.split()[0]} is no longer a setting, and left out"
         assert text.count(f"the run's config.toml: {note}\n") == 1
@@ -357,6 +362,13 @@ def test_first_weights_that_no_longer_are_what_they_were(unsaved):
     assert_refused(65, ["--init-from m: there is no such folder"], "train", *AUTO)
 
 
+def test_first_weights_are_compared_where_a_checkpoint_exists_too(unsaved):
+    (unsaved / "run" / "checkpoints" / "step-00000002").mkdir(parents=True)
+    flip(unsaved / "m" / "model.safetensors")
+    with pytest.raises(UsageError, match="--init-from m: has changed since the run in run started"):
+        start(*AUTO, "--init-from", "m")
+
+
 @pytest.mark.parametrize("content", ["", '{"init_from": 1}'])
 def test_damaged_sources_are_refused(content, unsaved):
     (unsaved / "run" / SOURCES).write_text(content)
@@ -368,6 +380,30 @@ def test_a_start_that_ended_before_it_wrote_its_settings_leaves_the_folder_free(
     assert folder_problems(config)
     (unsaved / "run" / "config.toml").rename(unsaved / "run" / "config.toml.partial")
     assert not folder_problems(config)
+
+
+def test_only_a_run_is_said_to_be_one_that_resumes(unsaved):
+    config, _ = resolve(reading_of(*TEN_STEPS, "--out", "m"), 1)
+    assert folder_problems(config)[0].endswith("never overwrites another: give a new --out")
+
+
+def test_a_run_that_another_job_has_continued_meanwhile_is_left_alone(here, monkeypatch):
+    monkeypatch.chdir(here)
+    shutil.move("run/checkpoints/step-00000006", "later")
+    found = start(*AUTO)
+    shutil.move("later", "run/checkpoints/step-00000006")
+    session = SimpleNamespace(lock=lambda folder: None)
+    with pytest.raises(UsageError, match="another job has just resumed in it; start again"):
+        resume_in(found, None, session, {})
+
+
+def test_a_checkpoint_that_differs_between_ranks_is_not_loaded(here, monkeypatch):
+    found = Start(candidates=(str(here / "run" / "checkpoints" / "step-00000006"),))
+    monkeypatch.setattr(resume, "load_state", lambda *arguments: None)
+    monkeypatch.setattr(resume, "all_gather_objects", lambda world, own: [own, [[], "another"]])
+    session = SimpleNamespace(world=None, agree=lambda check: check())
+    with pytest.raises(DataError, match="step-00000006: differs between ranks"):
+        load_newest(session, None, found, print)
 
 
 @pytest.mark.slow
