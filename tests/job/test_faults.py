@@ -461,7 +461,7 @@ STARTS = (
         "tokens of another format",
         "--data ids.bin",
         65,
-        "is outside",
+        "llm.c's format 20240522",
         tokens(1, 2, 3, magic=HELLASWAG, count=3),
     ),
     Start(

@@ -22,6 +22,7 @@ from mpipar.run.files.bounded import (
     parse_json,
     problems_as,
     recognize,
+    recognized,
 )
 
 LONGEST = 1 << 20  # characters of a part that is cut off; what remains has at least as many
@@ -32,6 +33,7 @@ HEAD = 1 << 16  # characters at the start of a document that decide whether it i
 HELD_OUT = 10  # one part in ten is held out
 KEY = "text"
 ARRAY = re.compile(rb'\s*\[\s*\{\s*"')
+BEGINS_WITH_TEXT = re.compile(rb'\{[ \t]*"text"[ \t]*:')
 
 
 def check_kind(path: Path) -> None:
@@ -43,7 +45,15 @@ def check_kind(path: Path) -> None:
 
 def is_json_lines(path: Path) -> bool:
     """Return whether a file holds a JSON object on each line, by its name or its first lines."""
-    return path.suffix.lower() in (".jsonl", ".ndjson") or recognize(path) == JSON_LINES
+    head = _head(path)
+    is_named = path.suffix.lower() in (".jsonl", ".ndjson") or BEGINS_WITH_TEXT.match(head)
+    return bool(is_named) or recognized(head, len(head)) == JSON_LINES
+
+
+def _head(path: Path) -> bytes:
+    """Return the first bytes of a file without a byte order mark."""
+    with open_regular(path) as file:
+        return file.read(HEAD).removeprefix(codecs.BOM_UTF8)
 
 
 def read_documents(
@@ -56,7 +66,7 @@ def read_documents(
     """
     with problems_as(DataError, str(path)), open_regular(path) as file:
         check_kind(path)
-        if ARRAY.match(file.peek()):
+        if ARRAY.match(_head(path)):
             raise ValueError("is a JSON array; write its objects one on each line, as JSON lines")
         if is_json_lines(path):
             found = _of_json(file, progress)

@@ -17,7 +17,14 @@ import numpy as np
 
 from mpipar.config.text import shown
 from mpipar.errors import DataError
-from mpipar.run.data.documents import HEAD, HELD_OUT, LONGEST, is_held_out, read_documents
+from mpipar.run.data.documents import (
+    BLOCK,
+    HEAD,
+    HELD_OUT,
+    LONGEST,
+    is_held_out,
+    read_documents,
+)
 from mpipar.run.data.token_file import Piece, TokenFiles
 from mpipar.run.data.tokenizer import (
     END,
@@ -247,10 +254,13 @@ def _hold_out_last_tenth(folder: Path, dtype: np.dtype, documents: int, end: int
     if tokens < HELD_OUT:
         raise DataError(f"there is too little text: {tokens} tokens; give more")
     left = (tokens - tokens // HELD_OUT) * dtype.itemsize
-    moved = np.fromfile(train, dtype, offset=left)
-    moved.tofile(held_out)
+    count = 0
+    with open(train, "rb") as source, open(held_out, "wb") as target:
+        source.seek(left)
+        while block := source.read(BLOCK):
+            target.write(block)
+            count += int((np.frombuffer(block, dtype) == end).sum())
     os.truncate(train, left)
-    count = int((moved == end).sum())
     return [documents - count, count]
 
 

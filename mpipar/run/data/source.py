@@ -27,10 +27,12 @@ from mpipar.run.files.bounded import open_regular, problems_as, recognize
 
 LLMC_HEADER = 256 * 4  # bytes
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version): of GPT-2's, Llama 3's ids
+LLMC_MAGICS = (*(magic for magic, _ in LLMC), 20240522)  # the last one's is HellaSwag
 MOST_TEXT = 4 << 30  # bytes
 NARROW = 1 << 16  # ids that fit in 16 bits
 SAMPLE = 1 << 20  # bytes at the beginning of a file that show what it holds
 ENOUGH = 8  # ids of a sample that are not 0, to see that every second one is
+MANY = 1 << 12  # ids of a sample whose lower bytes have all values
 # Kinds of files that begin with two bytes, as many files of ids do by chance.
 OF_TWO_BYTES = (b"\x80", b"\x1f\x8b", b"\xff\xfe", b"\xfe\xff")
 TEXT = re.compile(rb"[\t\n\r\x20-\x7e]{16,}")
@@ -187,6 +189,8 @@ def _piece(file, nbytes: int, vocab_size: int) -> Piece:
                 f"the header says {head[2]:,} tokens ({due:,} bytes), but the file has"
                 f" {nbytes:,} bytes"
             )
+    elif head[0] in LLMC_MAGICS:
+        raise ValueError(f"is llm.c's format {head[0]}, version {head[1]}, which is not read here")
     else:
         ids = np.frombuffer(sample[: len(sample) // dtype.itemsize * dtype.itemsize], dtype)
         kind = recognize(file.name) or ("text, not ids" if TEXT.fullmatch(sample) else None)
@@ -194,9 +198,11 @@ def _piece(file, nbytes: int, vocab_size: int) -> Piece:
             raise ValueError(f"is {kind}")
         if nbytes % dtype.itemsize:
             raise ValueError(f"{nbytes:,} bytes are not a whole number of {dtype.name} tokens")
-        if np.count_nonzero(ids) >= ENOUGH and not ids[1::2].any():
+        if np.count_nonzero(ids) >= ENOUGH and not (ids[::2].any() and ids[1::2].any()):
             raise ValueError(
                 f"every second id is 0, so they are wider than {dtype.name}, which the vocabulary"
                 " needs; write them as that"
             )
+        if len(ids) >= MANY and (ids & 255).max() < 255 and (ids >> 8).max() == 255:
+            raise ValueError("its ids are big-endian; write them as little-endian uint16")
     return Piece(open_regular(file.name), start, 0, (nbytes - start) // dtype.itemsize, dtype)

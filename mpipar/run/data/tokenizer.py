@@ -25,6 +25,7 @@ from mpipar.errors import DataError, EnvironmentProblem, UserError
 from mpipar.run.files.bounded import (
     BYTE_ORDER_MARK,
     HEAD,
+    built,
     parse_json,
     problems_as,
     read_bytes,
@@ -226,8 +227,10 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
     is_text: whether the model is trained on text without a tokenizer, and so on bytes.
     Raises as `load_tokenizer` does, and DataError if it has more ids than the model.
     """
-    if folder is None or not has_tokenizer(Path(folder)):
+    if folder is None or not any(os.path.exists(Path(folder) / name) for name in FILES):
         return byte_tokenizer() if is_text else default_tokenizer(vocab_size)
+    if not is_text and not has_tokenizer(Path(folder)):
+        return Ids(vocab_size, what="ids")  # of a tokenizer that is not known here
     found = load_tokenizer(folder)
     if is_text and not found.is_bytes:
         raise DataError(
@@ -315,14 +318,19 @@ def _add_named(tokenizers, library, files: dict[str, bytes]) -> None:
 
     Raises ValueError if such a file gives a token another id than the tokenizer does.
     """
-    named = {
-        place: {"content": token, "special": True} for token, place in _json(files, ADDED).items()
-    }
+    added = _json(files, ADDED).items()
+    named = {str(place): {"content": token, "special": True} for token, place in added}
     more = _json(files, SETTINGS).get("added_tokens_decoder") or {}
-    named |= {int(place): token for place, token in more.items()}
-    for place, token in sorted(named.items()):
+    named |= built(dict, more, "added_tokens_decoder")
+    known = {
+        int(place): token
+        for place, token in named.items()
+        if place.isdecimal() and isinstance(token, dict) and type(token.get("content")) is str
+    }
+    for place, token in sorted(known.items()):
         if library.token_to_id(token["content"]) is None:
-            library.add_tokens([tokenizers.AddedToken(**token)])
+            options = {name: value for name, value in token.items() if type(value) is bool}
+            library.add_tokens([tokenizers.AddedToken(token["content"], **options)])
         if (found := library.token_to_id(token["content"])) != place:
             raise ValueError(
                 f"its files give the token {brief(token['content'])} the id {place:,}, and it gives"
@@ -337,7 +345,7 @@ def _text(content: bytes) -> str:
 
 def _json(files: dict[str, bytes], name: str) -> dict:
     """Return the object in a JSON file, {} without it. Raises ValueError."""
-    return parse_json(_text(files.get(name, b"{}")))
+    return built(dict, parse_json(_text(files.get(name, b"{}"))), name)
 
 
 def settings_file(end: bool) -> bytes:
@@ -377,8 +385,10 @@ def _byte_file(end: bool) -> bytes:
 
 def _end(files: dict[str, bytes], library) -> int | None:
     """Return the id that ends a text: as the files say, else a known special token, or None."""
-    named = _json(files, SETTINGS).get("eos_token")
-    named = named.get("content") if isinstance(named, dict) else named
+    for name in (SETTINGS, "special_tokens_map.json"):
+        named = _json(files, name).get("eos_token")
+        named = named.get("content") if isinstance(named, dict) else named
+        if isinstance(named, str) and (found := library.token_to_id(named)) is not None:
+            return found
     special = {token.content: place for place, token in library.get_added_tokens_decoder().items()}
-    found = [library.token_to_id(named) if named else None, *map(special.get, ENDS)]
-    return next((one for one in found if one is not None), None)
+    return next((special[name] for name in ENDS if name in special), None)

@@ -239,16 +239,16 @@ def test_the_highest_id_is_the_vocabulary_s_last(tmp_path):
 
 @pytest.mark.parametrize(("content", "message"), [
     (header(2) + b"\0" * 6, r"2 tokens \(1,028 bytes\), but the file has 1,030"),
-    (header(9, version=2) + b"\0" * 18, "outside"), (header(-4), "-4 tokens"),
+    (header(9, version=2) + b"\0" * 18, "version 2, which is not"), (header(-4), "-4 tokens"),
     (header(0), "0 tokens"), (header(4)[:700], "4 tokens"), (b"abc", "not a whole number"),
-    (header(4, magic=20240522) + b"\0" * 8, "outside"), (b"", "empty"),
+    (header(4, magic=20240522) + b"\0" * 8, "llm.c's format 20240522"), (b"", "empty"),
     (b"once upon a time, there was a text\n" * 9, "is text, not ids"),
     (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "Git LFS"),
     (gzip.compress(bytes(range(256)) * 9, mtime=0), "gzip"), (pickle.dumps([1.5] * 99), "pickle"),
     (b"PAR1" + b"\1\2\3\4" * 99, "Parquet"), (b"<!DOCTYPE html>" * 9, "a web page"),
     (np.array([5, -1] * 9, "<i4").tobytes(), "outside"),
     *((np.array([7, 44_444, 0] * 9, kind).tobytes(), "every second id is 0")
-      for kind in ("<u4", "<i4", "<i8")),
+      for kind in ("<u4", "<i4", "<i8", ">i4", ">u8")),
 ])  # fmt: skip
 def test_token_file_that_is_none(content, message, tmp_path):
     path = tmp_path / "tokens.bin"
@@ -302,9 +302,25 @@ def test_ids_are_read_with_the_type_that_the_vocabulary_needs(vocab_size, kind, 
     np.testing.assert_array_equal(source.tokens[5:99], ids[5:99])
     assert source.what == f"300 tokens (uint{8 * int(kind[2])}) from 1 file"
     wider = "<u4" if kind == "<u2" else "<u8"
-    path.write_bytes(ids.astype(wider).tobytes())
-    with pytest.raises(DataError, match="every second id is 0"):
-        load_source((str(path),), vocab_size)
+    for other in (wider, wider.replace("<", ">")):
+        path.write_bytes(ids.astype(other).tobytes())
+        with pytest.raises(DataError, match="every second id is 0"):
+            load_source((str(path),), vocab_size)
+
+
+def test_what_no_vocabulary_shows(tmp_path, rng):
+    """GPT-2's ids with their bytes swapped, and llm.c's headers of another version or kind."""
+    path, ids = tmp_path / "tokens.bin", rng.integers(0, 50_257, 10_000)
+    for content, message in (
+        (ids.astype(">u2").tobytes(), "big-endian"),
+        (header(4, magic=20240522) + b"\0" * 8, "llm.c's format 20240522, version 1"),
+        (header(4, version=2) + b"\0" * 8, "llm.c's format 20240520, version 2"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            load_source((str(path),), 65_536)
+    path.write_bytes(ids.astype("<u2").tobytes())
+    assert len(load_source((str(path),), 65_536).tokens) == len(ids)
 
 
 def test_ids_that_begin_as_a_pickle_or_an_archive_does(tmp_path):

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -139,6 +140,7 @@ LINES_OF_JSON = "\n".join(json.dumps({"id": 1, "text": text}) for text in DOCUME
     ("a.jsonl", LINES_OF_JSON, DOCUMENTS), ("a.ndjson", LINES_OF_JSON + b"\n\n", DOCUMENTS),
     ("a.JSONL", LINES_OF_JSON.replace(b"\n", b"\r\n"), DOCUMENTS),
     ("a.jsonl", MARK + LINES_OF_JSON, DOCUMENTS), ("a.txt", LINES_OF_JSON, DOCUMENTS),
+    ("a.txt", MARK + LINES_OF_JSON, DOCUMENTS), ("a.json", b'{"text": "one"}', ["one"]),
     ("a.jsonl", b'{"text": ""}\n' + LINES_OF_JSON, DOCUMENTS),
     ("a.txt", b"one--two", ["one", "two"]), ("a.txt", b"", []), ("a.txt", b"--", []),
     ("a.txt", b"three--", ["three"]), ("a.txt", MARK + b"text", ["text"]),
@@ -176,6 +178,7 @@ def test_a_line_of_json_that_is_no_document(line, part, tmp_path, monkeypatch):
     (b"<!DOCTYPE html>\n<html></html>", "a web page"), ("text".encode("utf-16"), "UTF-16"),
     ("text".encode("utf-16-be"), "byte 0 is zero"), (b"ab\0", "byte 2 is zero"),
     (b"GGUF" + b"x" * 99, "GGUF"), (b'[{"text": "a"},\n {"text": "b"}]', "a JSON array"),
+    (MARK + b'[{"text": "a"}]', "a JSON array"),
     (MARK + b"te\xff", "byte 5 cannot be decoded"), (b"x" * BLOCK + b"yz\0", f"{BLOCK + 2:,} is"),
     (b"x" * (BLOCK - 1) + "\u00e4".encode() + b"\x80", f"byte {BLOCK + 1:,} cannot be decoded"),
     (b"x" * (BLOCK - 1) + "\U0001f600".encode()[:3], f"byte {BLOCK - 1:,} cannot be decoded"),
@@ -310,6 +313,19 @@ def test_the_first_document_is_trained_on_and_its_equals(texts, here):
     assert sum(file["documents"] for file in found["files"]) == len(texts)
 
 
+def test_the_last_tenth_is_moved_in_blocks(tmp_path):
+    """That of 100 million tokens takes no more memory than a few blocks."""
+    (tmp_path / "train.bin").touch()
+    os.truncate(tmp_path / "train.bin", 200_000_000)
+    tracemalloc.start()
+    found = prepared_module._hold_out_last_tenth(tmp_path, np.dtype("<u2"), 10_000_002, 0)
+    assert tracemalloc.get_traced_memory()[1] < 4 * BLOCK
+    tracemalloc.stop()
+    assert found == [2, 10_000_000]
+    sizes = [(tmp_path / name).stat().st_size for name in ("train.bin", "val.bin")]
+    assert sizes == [180_000_000, 20_000_000]
+
+
 def test_what_a_killed_preparation_left_is_removed(here):
     for number in (2**22 + 1, 1):  # the first is above the largest process number
         (here / f"out.partial-{number}").mkdir()
@@ -357,8 +373,11 @@ def test_a_tokenizer_without_an_end_of_text(here):
     path.write_text(path.read_text().replace(END, "<unk>"))
     words = "data prepare stories.txt --tokenizer model --out out".split()
     assert_refused(65, ["no file says which id ends a text", "eos_token"], *words)
-    (here / "model" / "tokenizer_config.json").write_text('{"eos_token": "<unk>"}')
-    assert prepared("model")[1]["end_of_text"] == 0
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = here / "model" / name
+        path.write_text('{"eos_token": "<unk>"}')
+        assert prepared("model", out=name)[1]["end_of_text"] == 0
+        path.unlink()
 
 
 def test_a_full_disk_leaves_nothing(here, monkeypatch):

@@ -77,6 +77,9 @@ def test_a_folder_without_a_tokenizer(tmp_path):
     for path, words in ((tmp_path, "tokenizer.model alone"), (tmp_path / "no", "No such file")):
         with pytest.raises(DataError, match=words):
             load_tokenizer(path)
+    assert tokenizer_of(tmp_path, 256).decode([104]) == "104", "whose ids are no bytes"
+    with pytest.raises(DataError, match=r"tokenizer\.model alone"):
+        tokenizer_of(tmp_path, 256, is_text=True)
 
 
 @pytest.mark.text
@@ -246,6 +249,28 @@ def test_tokens_that_are_only_named_beside_the_tokenizer(save, name, content, tm
     assert tokenizer_of(tmp_path, 400).size == 402, "a model may have no rows for added tokens"
     with pytest.raises(UsageError, match="all below the model's vocabulary of 400"):
         prompt_ids(tokenizer, "<pad>", 400)
+
+
+@pytest.mark.text
+def test_entries_that_name_no_token_are_ignored(tmp_path):
+    expected = (400, save_tokenizer(tmp_path).token_to_id(END))
+    odd = {"x": ROLE, "400": 5, "401": {}, "402": {"content": None}}
+    content = {"eos_token": 5, "added_tokens_decoder": odd}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+    (tmp_path / "added_tokens.json").write_text('{"<pad>": "a"}')
+    found = load_tokenizer(tmp_path)
+    assert (found.size, found.end) == expected
+    for name, text, words in (
+        ("special_tokens_map.json", "[]", r"special_tokens_map.json is \[\]"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": [1]}',
+            r"added_tokens_decoder is \[1\]",
+        ),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=f"{words}, not a legal dict"):
+            load_tokenizer(tmp_path)
 
 
 @pytest.mark.text
