@@ -12,9 +12,11 @@ from mpipar.config.model import model_config
 from mpipar.config.setting import positional, setting
 from mpipar.config.text import printable
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
+from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import formats, tokenizer_files, weights
 from mpipar.run.checkpoint.load import blocks
 from mpipar.run.checkpoint.manifest import (
+    NAME,
     committed_steps,
     damage,
     digest_problem,
@@ -128,6 +130,9 @@ def export(folder: Path, steps, args) -> int:
         raise DataError(wrong)
     manifest = read_manifest(path)
     model = model_config(formats.model_settings(str(path), where=str(path)))
+    shapes = {param.name: param.shape for _, param in all_params(model, (model.layers,))}
+    if shapes != {name: tensor.shape for name, tensor in manifest.tensors.items()}:
+        raise DataError(f"{path / NAME}: config: describes another model than the tensors")
     names = sorted(manifest.tensors)  # the order of `all_params`
     dtype = DTYPES.get(args.dtype, np.dtype(manifest.tensors[names[0]].dtype))
     found = tokenizer_files.read_tokenizer_files(folder / WEIGHTS)

@@ -20,7 +20,7 @@ DEFAULTS = {  # fields of ModelConfig that config.json may lack
     "head_dim": lambda values: values["d_model"] // values["heads"],
 }
 SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-ROPE = ("default", "linear", "llama3")
+ROPE = {"default": (), "linear": ("factor",), "llama3": SCALING}  # type: its parameters
 OF_ROPE = {"rope_scaling", "rope_parameters", SCALING[-1], "layer_types"}
 ROUTER = "router_aux_loss_coef"
 SUFFIX = {"w": "weight", "b": "bias"}
@@ -174,6 +174,8 @@ class Family:
         """
         rope, wrong = _rope(found)
         kind, partial = rope["rope_type"], rope.get("partial_rotary_factor")
+        of_kind = {"rope_type", "rope_theta", "partial_rotary_factor", *ROPE.get(kind, rope)}
+        foreign = [key for key, value in rope.items() if key not in of_kind and value is not None]
         window = said.get("sliding_window") if said.get("use_sliding_window", True) else None
         if built(int | None, window, "sliding_window") is not None:
             values["seq_len"] = min(values["seq_len"], window)  # it would attend to more tokens
@@ -192,6 +194,7 @@ class Family:
                     " with factor 1"
                 ),
             ),
+            (foreign, f"rotations of type {shown(kind)} have no {', '.join(map(shown, foreign))}"),
             (
                 partial not in (None, 1.0),
                 f"partial_rotary_factor is {shown(partial)}; mpipar computes 1.0",

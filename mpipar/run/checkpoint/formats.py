@@ -223,6 +223,7 @@ def start_notes(folder: str, trains: bool = True) -> list[str]:
     if is_step(folder):
         return [f"weights: those of the checkpoint {folder}"]
     form, found = _read(folder, f"--init-from {folder}")
-    known = form.read | NEUTRAL.keys() | OUTSIDE | (set() if trains else DROPOUT)
-    ignored = sorted(key for key in found.keys() - known if found[key])
+    silent = {key for key in DROPOUT if not (trains and found.get(key))}
+    known = form.read | NEUTRAL.keys() | OUTSIDE | silent
+    ignored = sorted(key for key in found.keys() - known if found[key] is not None)
     return [f"{folder}/config.json: ignored fields: {some_names(ignored)}"] if ignored else []

@@ -288,6 +288,8 @@ class Saver:
             for _, param in worker.all_params
         }
         if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
+            distinct = {(piece.tensor, piece.kind, piece.box) for piece in self.pieces}
+            assert len(distinct) == len(self.pieces), "a piece is written twice"
             found: Counter = Counter()
             for piece in self.pieces:
                 found[piece.tensor, piece.kind] += boxes.volume(piece.box)

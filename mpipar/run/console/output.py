@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpipar.config.text import harmless, printable
@@ -11,14 +11,18 @@ from mpipar.errors import OutputError
 from mpipar.run.console.progress import is_terminal, progress
 from mpipar.run.files import no_links
 from mpipar.run.files.replace import replace_file, set_aside
+from mpipar.run.process.failure import DISK_ERRORS
 from mpipar.run.process.streams import above, silence_output, warn
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file as UTF-8; raise OutputError."""
+    """Write a file as UTF-8, as a whole or not at all; raise OutputError."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
+        if error.errno in DISK_ERRORS and path.is_file():  # half a file is useless
+            with suppress(OSError):
+                path.unlink()
         raise OutputError(f"cannot write {path}: {error.strerror}; name another file") from None
 
 

@@ -183,6 +183,8 @@ def _keys(table: dict) -> tuple[dict, list[str], list[str]]:
                 raise ValueError(f"{brief(key)}: unknown key; keys are at the top level")
             if note := gone(old, value):
                 notes.append(note)
+            elif name in found:
+                raise ValueError(f"{brief(key)}: given twice, under two spellings; keep one")
             elif name in FIELDS or name == "layout":
                 found[name] = raw
             else:

@@ -345,6 +345,7 @@ def test_a_key_of_a_model_has_no_flag_but_a_file_sets_it(tmp_path):
     ("text", "parts"),
     [
         ("learning_rat = 1", ["learning_rat: unknown key", "did you mean --lr?"]),
+        ("batch-size = 4\nbatch_size = 8", ["batch_size: given twice"]),
         ("[model]\nlayers = 3", ["model: unknown key", "top level"]),
         ('layers = "3"', ["--layers", "'3'", "whole number"]),
         ("layers = true", ["--layers", "whole number"]),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
 import stat
 import sys
 import tomllib
@@ -458,6 +459,17 @@ def test_a_lock_that_is_no_file_is_refused(kind, victim):
 def test_a_picture_in_a_missing_folder_cannot_be_written(tmp_path):
     with pytest.raises(OutputError, match="No such file or directory"):
         write_text(tmp_path / "none" / "picture.svg", "")
+
+
+def test_no_half_of_a_picture_is_left_by_a_full_disk(tmp_path):
+    path, (soft, hard) = tmp_path / "picture.svg", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OutputError, match="File too large; name another file"):
+            write_text(path, "x" * 9000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not path.exists()
 
 
 def test_no_foreign_text_is_a_line_of_the_log(tmp_path):

@@ -223,6 +223,21 @@ REFUSED = [
     ("mistral", {"quantization_config": {"b": 4}}, "quantization_config is {'b': 4}"),
     ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
     ("mistral", {"rope_parameters": {"rope_type": "linear"}}, "rope_type is 'linear'"),
+    (
+        "mistral",
+        {"rope_scaling": {"rope_type": "default", "factor": 8}},
+        "rotations of type 'default' have no 'factor'",
+    ),
+    (
+        "mistral",
+        {"original_max_position_embeddings": 16},
+        "rotations of type 'default' have no 'original_max_position_embeddings'",
+    ),
+    (
+        "llama",
+        {"rope_parameters": {"beta_fast": 32}},
+        "rotations of type 'llama3' have no 'beta_fast'",
+    ),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     (
@@ -264,8 +279,10 @@ def test_another_model_is_refused_by_name(name, changes, part, tmp_path):
 
 def test_what_does_not_matter_is_named_in_one_line(tmp_path):
     assert start_notes(written(tmp_path, QWEN_25)) == []
-    (note,) = start_notes(written(tmp_path, QWEN_25, strange=7, other=None))
-    assert note.endswith("ignored fields: strange")
+    (note,) = start_notes(written(tmp_path, QWEN_25, strange=7, other=None, scaled=False, x=0))
+    assert note.endswith("ignored fields: scaled, strange, x")
+    (note,) = start_notes(written(tmp_path, GPT_2, attn_pdrop=0.0, embd_pdrop=0.1))
+    assert note.endswith("ignored fields: embd_pdrop")
     (note,) = start_notes(written(tmp_path, GPT_2, **{f"x{i:02}": 9 for i in range(20)}))
     assert note.endswith(" and 8 more")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import printed
+from in_process import assert_refused, printed
 from program import fault, flip
 from safetensors.numpy import load_file
 from state_cases import (
@@ -435,6 +435,26 @@ def test_it_exports_the_weights_that_its_run_wrote(tmp_path, monkeypatch):
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def test_no_weights_of_another_model_are_exported(tmp_path):
+    """Other heads are other shapes, although the files of weights would have as many numbers."""
+    shutil.copytree(OLD, tmp_path / "run")
+    step = tmp_path / "run" / "checkpoints" / STEP.name
+    two, four = (
+        f"heads = {heads}\nkv-heads = {heads // 2}\nhead-dim = {8 // heads}" for heads in (2, 4)
+    )
+    rewrite(step, lambda one: one.update(config=one["config"].replace(two, four)))
+    assert_refused(
+        65,
+        ["describes another model than the tensors"],
+        "ckpt",
+        "export",
+        tmp_path / "run",
+        "--out",
+        tmp_path / "out",
+    )
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_a_replica_writes_what_another_should(tmp_path, monkeypatch):
     save_and_load(tmp_path / "right", dp=2)
     plain = save.place_among_copies  # both write the first rows, and say so
     monkeypatch.setattr(save, "place_among_copies", lambda *arguments: (0, plain(*arguments)[1]))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="is written twice"):
         save_and_load(tmp_path / "named", dp=2)
 
 
