@@ -7,8 +7,11 @@ import pytest
 from small_model import (
     WORLD,
     comms_of,
+    cpu,
     plant,
     slow_unless,
+    small_config,
+    worker_of,
 )
 
 from mpipar.comm import algorithms
@@ -77,6 +80,25 @@ def wrong_sums(name: str, **options) -> int:
 @pytest.mark.parametrize("sync_sends", [False, True], ids=["", "sync"])
 def test_sums_of_any_length(name, sync_sends):
     assert wrong_sums(name, sync_sends=sync_sends, check=sync_sends) == 0
+
+
+@pytest.mark.ranks(2)
+def test_a_synchronous_send_of_a_worker_waits_for_its_receiver(monkeypatch):
+    """Plain messages, and those of an algorithm's steps."""
+    monkeypatch.setenv("MPIPAR_SYNC_SENDS", "1")
+    worker = worker_of(small_config((2, 1, 1), all_reduce="ring"))
+    ring, peer, x, y = worker.comms["dp"].transport, 1 - HERE, np.ones(3), np.empty((2, 3))
+    sent = [ring.isend(x, peer, 3), ring.send(3, x, peer)]
+    early = [any(one.Test() for _ in range(1000)) for one in sent]
+    WORLD.Barrier()
+    for one in (ring.irecv(y[0], peer, 3), ring.receive(3, y[1], peer), *sent):
+        one.Wait()
+    worker.close()
+    assert early == [False, False]
+
+
+def test_memory_that_is_poisoned_is_full_of_nan():
+    assert np.isnan(cpu().empty((3,), label="buffers")).all()
 
 
 @pytest.mark.ranks(4)

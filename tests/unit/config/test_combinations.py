@@ -136,6 +136,11 @@ def test_an_example_breaks_its_row_alone_and_its_sentence_helps(name):
     assert found[name] in error.problems
 
 
+def test_axes_that_could_not_be_chosen_are_not_judged():
+    problems, found = broken("--dp 3 --stage-layers 2,2".split(), 4)
+    assert (problems, [*found]) == ([], ["number of ranks"])
+
+
 @given(st.lists(st.sampled_from([*EXAMPLES]), min_size=2, max_size=4, unique=True))
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

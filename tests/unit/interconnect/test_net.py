@@ -242,6 +242,12 @@ def test_rows_of_several_launches_are_one():
     assert max(map(len, text.splitlines())) <= 100
 
 
+def test_a_faster_algorithm_is_named():
+    rows = [row(us=10.0), row(us=5.0, via="by window"), row(us=9.5, via="by ring")]
+    assert screen.best_algorithms(rows).endswith("window 2.0 times at 8 B")
+    assert screen.best_algorithms([row(), row(via="by ring")]) == ""
+
+
 def test_groups_at_once_show_the_slowest_and_the_contention():
     pair = {"axis": "dp", "mode": "together"}
     rows = [
@@ -351,7 +357,7 @@ HOSTS = ["a", "a", "b", "b", "c", "c", "d", "d"]
 PLACES = [{"host": host} for host in HOSTS]
 
 
-def found_of(slow_ranks=(), slow_pairs=()):
+def found_of(slow_ranks=(), slow_pairs=(), factor=3):
     """What is measured on a healthy job, but for these."""
     rng = np.random.default_rng(4)
     pairs = {}
@@ -360,7 +366,7 @@ def found_of(slow_ranks=(), slow_pairs=()):
             pair: base
             * (1 + 2 * (HOSTS[pair[0]] != HOSTS[pair[1]]))
             * rng.normal(1, 0.02)
-            * (3 if {*pair} & {*slow_ranks} or pair in slow_pairs else 1)
+            * (factor if {*pair} & {*slow_ranks} or pair in slow_pairs else 1)
             for pair in combinations(range(8), 2)
         }
     return pairs
@@ -379,6 +385,7 @@ def test_slow_hosts_are_cordoned():
     assert lines[:3] == ["Vetted: a", "Vetted: b", "Vetted: d"]
     assert lines[3].startswith("Cordon: c (rank 4: latency 2.9")
     assert lines[-1] == "--exclude=c"
+    assert "Slow link" not in "\n".join(verdict_of(found_of(slow_ranks=(4, 5), factor=8)))
 
 
 def test_a_slow_link_is_named_with_its_ends():
@@ -390,7 +397,8 @@ def test_a_slow_link_is_named_with_its_ends():
 def test_a_sheet_says_what_is_normal():
     links = {"same node": (20.0, 3.0), "between nodes": (20.0, 3.0)}
     lines = verdict_of(found_of(), links)
-    assert sum(line.startswith("Slow link") for line in lines) >= 24  # those between hosts
+    slow = sum(line.startswith("Slow link") for line in lines)
+    assert slow == 24 + 24 + 4  # both between hosts, and transfers inside them
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 6, 7])

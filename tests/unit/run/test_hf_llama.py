@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from config_helpers import reading_of
+from config_helpers import changed, reading_of
 from in_process import alone
 from one_rank import fresh, loaded
 from safetensors.numpy import load_file, save_file
@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from mpipar.errors import DataError, UsageError
 from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.families import GPT2, LLAMA, MIXTRAL
 from mpipar.run.checkpoint.formats import OWN, format_of, model_settings, start_notes
 from mpipar.run.resolve import resolve
 
@@ -341,6 +342,25 @@ def test_what_is_written_is_read_as_the_same_model(arch, values, tmp_path):
         with pytest.raises(DataError, match=r"routing is 'zipf'; mpipar computes"):
             model_settings(str(tmp_path))
     assert form is OWN if (arch, values) in MIXED else form.kind == arch
+
+
+def test_every_part_has_its_published_name():
+    attention = {f"attn.{part}": f"self_attn.{part}_proj" for part in "qkv"}
+    names = attention | {
+        "attn.proj": "self_attn.o_proj", "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm", "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj",
+        "ffn.down": "mlp.down_proj", "embedding.tokens": "model.embed_tokens.weight",
+        "final_norm.w": "model.norm.weight", "head.table": "lm_head.weight",
+    }  # fmt: skip
+    assert LLAMA.names == names
+    assert MIXTRAL.names == names | {"moe.router": "block_sparse_moe.gate"}
+    assert MIXTRAL.experts == {"moe.up.w": ("w1", "w3"), "moe.down.w": ("w2",)}
+
+
+def test_gpt2_has_a_key_for_each_query():
+    for kv_heads in (4, 2):
+        model = changed(arch="gpt2", heads=4, kv_heads=kv_heads).model.completed()
+        assert GPT2.describes(model) == (kv_heads == 4)
 
 
 # --- what travels with weights
