@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY, processes_with
-from program import fault, metrics, mpipar
+from program import metrics, mpipar
 from slurm_cluster import (
     CUT_REQUEST,
     FINAL_STATES,
@@ -268,7 +268,7 @@ def with_job(cluster, here):
     return run
 
 
-@fault(27, "SIGUSR1 by scancel --signal, to the tasks of a SLURM job array", 75)
+@pytest.mark.fault
 def test_tasks_of_an_array_that_are_asked_to_stop_go_on_later(with_job, weights):
     """Each task has a run of its own."""
 
@@ -284,7 +284,7 @@ def test_tasks_of_an_array_that_are_asked_to_stop_go_on_later(with_job, weights)
     with_job(body, "--array=1-2", seed="%a")
 
 
-@fault(27, "SIGUSR1 before SLURM's time limit", 75)
+@pytest.mark.fault
 def test_a_job_goes_on_after_its_time_limit(cluster, with_job, weights):
     def body(job):
         def set_limit(minutes):
@@ -300,7 +300,7 @@ def test_a_job_goes_on_after_its_time_limit(cluster, with_job, weights):
     with_job(body, "--time=10", "--signal=USR1@120")
 
 
-@fault(28, "SIGTERM by scontrol requeue, under SLURM", 75)
+@pytest.mark.fault
 def test_a_job_that_slurm_requeues_goes_on(cluster, with_job, weights):
     def body(job):
         job.wait_for_steps()
@@ -310,7 +310,7 @@ def test_a_job_that_slurm_requeues_goes_on(cluster, with_job, weights):
     with_job(body)
 
 
-@fault(25, "a node of SLURM is lost: its daemons and ranks are killed", 0)
+@pytest.mark.fault
 def test_a_job_goes_on_after_a_lost_node(cluster, with_job, weights):
     def body(job):
         job.wait_for_steps()
@@ -326,7 +326,7 @@ def test_a_job_goes_on_after_a_lost_node(cluster, with_job, weights):
     with_job(body)
 
 
-@fault(28, "SIGTERM by scancel, under SLURM", 75)
+@pytest.mark.fault
 def test_a_cancelled_job_saves_and_is_not_queued_again(cluster, with_job):
     def body(job):
         job.wait_for_steps()

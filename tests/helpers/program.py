@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-import pytest
 from helpers import (
     MARK,
     OVERSUBSCRIBED,
@@ -34,11 +33,6 @@ BLOCK = "mpipar: stopped, exit code "
 # A short text. A run reads all of its held-out part; of the default text that takes seconds.
 TEXT = ("--data", str(REPOSITORY / "LICENSE"))
 LETTERS = "a short text, again and again. " * 30
-
-
-def fault(number: int, what: str, code):
-    """The mark of a test of a fault of docs/failures.md; code: None for the launcher's own."""
-    return pytest.mark.fault(number, what, code)
 
 
 def environment(env: Mapping[str, str] | None = None) -> dict[str, str]:

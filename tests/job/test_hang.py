@@ -5,7 +5,7 @@ import time
 
 import pytest
 from helpers import REPOSITORY, run_ranks
-from program import FAULTY, TEXT, fault, mpipar
+from program import FAULTY, TEXT, mpipar
 
 from mpipar.comm.record import Recorder
 from mpipar.run.process import watchdog
@@ -30,9 +30,7 @@ def faulty(how, *arguments, tmp_path, ranks=2):
     [
         ("sleep", ()),
         pytest.param("sleep", ("--all-reduce", "window"), marks=pytest.mark.slow),
-        pytest.param(
-            "spin", (), marks=[pytest.mark.slow, fault(30, "an infinite loop in a rank", 76)]
-        ),
+        pytest.param("spin", (), marks=[pytest.mark.slow, pytest.mark.fault]),
     ],
 )
 def test_a_stuck_rank_is_named_with_what_it_does(how, more, tmp_path):
@@ -61,7 +59,7 @@ def test_a_stuck_stage_is_named_by_the_one_that_waits_for_its_message(tmp_path):
     assert "late: rank 1 is in no communication" in result.stderr
 
 
-@fault(30, "SIGSTOP of a rank", 76)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     "sums",
     [  # pytest-mpi would skip a test with the word `mpi`
@@ -124,7 +122,7 @@ class Pauses:
         return self.left < 0
 
 
-@fault(61, "a rank is paused and continues: Ctrl-Z and fg, or SLURM's suspend", 0)
+@pytest.mark.fault
 @pytest.mark.parametrize(("number", "reports"), [(10, 0), (70, 1)])
 def test_a_suspended_job_was_not_stuck(number, reports, monkeypatch):
     """Both stop all threads while the clock continues; only pauses in which it ran count."""

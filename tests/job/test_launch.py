@@ -19,7 +19,6 @@ from program import (
     PROGRAM,
     block_of,
     environment,
-    fault,
     killed_by,
     metrics,
     mpipar,
@@ -57,9 +56,9 @@ SAID = [  # how, ranks, exit code, what is said, what is not
     ("exit-0", 3, 70, ["sys.exit(0)", "rank 1 of 3"], "no such"),
     ("user-error", 3, 74, ["disk full", "rank 1 of 3", "step 17"], "Traceback"),
     pytest.param("thread", 3, 70, [*DEFECT, THREAD], "no such",
-                 marks=fault(26, "an exception in a helper thread", 70)),
+                 marks=pytest.mark.fault),
     pytest.param("single-threaded", 3, 70, ["ValueError: a defect", THREAD], "no such",
-                 marks=[SLOW, fault(38, "MPI without MPI_THREAD_MULTIPLE", 70)]),
+                 marks=[SLOW, pytest.mark.fault]),
     ("early-exception", 3, 70, DEFECT, "no such"),
     ("all", 4, 70, ["ValueError: a defect"], "no such"),
     ("agree-one", 3, 65, ["missing", "rank 1 of 3"], "Abort("),
@@ -143,7 +142,7 @@ def test_a_signal_before_any_step_ends_the_job(target, sign, tmp_path):
         assert code != 0
 
 
-@fault(29, "Ctrl-C twice", 130)
+@pytest.mark.fault
 def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
     """SLURM sends SIGTERM to a job that already saves because of SIGUSR1."""
     with up(2, "stuck", tmp_path) as (job, ranks):
@@ -162,16 +161,7 @@ def test_only_a_second_ctrl_c_does_not_wait(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    [
-        "busy",
-        pytest.param(
-            "computing",
-            marks=[
-                pytest.mark.slow,
-                fault(34, "kill -9 of the launcher and its daemon while ranks compute", None),
-            ],
-        ),
-    ],
+    ["busy", pytest.param("computing", marks=pytest.mark.fault)],
 )
 def test_ranks_whose_launcher_was_killed_end(how, tmp_path):
     """Hydra's proxy ends them; so does Open MPI for ranks that communicate, but not for others."""
@@ -209,7 +199,7 @@ def training(folder, ranks, *words, program=PROGRAM):
         (3, signal.SIGTERM),
         pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
         (1, signal.SIGHUP),
-        pytest.param(2, signal.SIGUSR1, marks=fault(27, "SIGUSR1 to the launcher", 75)),
+        pytest.param(2, signal.SIGUSR1, marks=pytest.mark.fault),
     ],
 )
 def test_in_training_the_run_ends_with_its_weights(ranks, sign, text_folder):
@@ -339,7 +329,7 @@ guard(main)
 """
 
 
-@fault(61, "a rank is paused and continues: Ctrl-Z and fg, or SLURM's suspend", 0)
+@pytest.mark.fault
 def test_a_process_that_was_paused_obeys_signals_as_before():
     """A look at the signals outlasts its time then."""
     run_command([sys.executable, "-c", PAUSED], LIMIT, environment()).ended()
@@ -358,7 +348,7 @@ def doctor(**variables):
     return mpipar("doctor", env=variables)
 
 
-@fault(38, "srun that does not speak the library's PMI", 69)
+@pytest.mark.fault
 def test_one_of_many_that_finds_itself_alone_stops():
     result = doctor(SLURM_STEP_NUM_TASKS="4", SLURM_NTASKS="4", SLURM_PROCID="0", SLURM_LOCALID="0")
     block_of(result, 69, "alone", "srun started 4", "--mpi=pmi2", "--mpi=pmix")
@@ -377,7 +367,7 @@ def test_one_process_in_a_batch_script_is_fine():
     doctor(**batch).ended()
 
 
-@fault(35, "a launcher of another MPI library", 69)
+@pytest.mark.fault
 @pytest.mark.skipif(
     not os.environ.get("MPIPAR_OPENMPI_VENV") or find_launcher() is None,
     reason="MPIPAR_OPENMPI_VENV names no Open MPI environment",
@@ -417,7 +407,7 @@ SMALL = (
 ).split()
 
 
-@fault(5, "ranks with other flags", 69)
+@pytest.mark.fault
 @pytest.mark.parametrize(("first", "second", "rows"), [
     ([*SMALL, "--seed", "1"], [*SMALL, "--seed", "2", "--lr", "0.1"],
      ["--seed 0 1", "--seed 1 2", "--lr 0 0.003", "--lr 1 0.1"]),

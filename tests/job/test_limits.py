@@ -21,7 +21,6 @@ from program import (
     PROGRAM,
     block_of,
     environment,
-    fault,
     killed_by,
     metrics,
     mpipar,
@@ -143,7 +142,7 @@ SMALL = (
 ).split()
 
 
-@fault(25, "kill -9 of a rank: the same command with --resume auto takes its lock over", None)
+@pytest.mark.fault
 def test_resuming_after_kill_9_is_one_command(text_folder):
     killed_by(
         run_ranks(2, [*FAULTY, "forward/kill/1", *SMALL], LIMIT, environment(), text_folder), 9
@@ -154,7 +153,7 @@ def test_resuming_after_kill_9_is_one_command(text_folder):
     assert not (text_folder / "run" / lock.NAME).exists()
 
 
-@fault(7, "a run folder that a rank does not see", 74)
+@pytest.mark.fault
 @pytest.mark.slow
 def test_a_run_folder_that_a_rank_does_not_see_is_74(text_folder):
     """Two working folders stand for two hosts without a shared disk."""
@@ -165,7 +164,7 @@ def test_a_run_folder_that_a_rank_does_not_see_is_74(text_folder):
     assert not (text_folder / "run" / lock.NAME).exists()
 
 
-@fault(21, "two jobs on one run folder", 2)
+@pytest.mark.fault
 def test_two_starts_with_one_folder_at_once(text_folder):
     """Both have looked at the folder before either has made it."""
     words = (
@@ -219,13 +218,13 @@ def namespaces():
     )
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(("before", "said"), [
-    pytest.param(
-        "ulimit -n 32", "the limit of open files is 32", marks=fault(43, "ulimit -n 32", 69)),
+    ("ulimit -n 32", "the limit of open files is 32"),
     pytest.param("mount -t tmpfs -o size=64k tmpfs /dev/shm", "has 0.0625 MiB that can be written",
-                 marks=[pytest.mark.slow, fault(43, "/dev/shm of 64 KiB", 69)]),
+                 marks=pytest.mark.slow),
     pytest.param("mount -t tmpfs -o ro tmpfs /dev/shm", "has 0 MiB that can be written",
-                 marks=[pytest.mark.slow, fault(43, "/dev/shm that cannot be written", 69)]),
+                 marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_two_ranks_where_the_system_allows_too_little(before, said):
     """It is so for the ranks. A launcher may need more, and then says so in its own words."""
@@ -254,7 +253,7 @@ BYTES = 190 << 20
 
 
 @pytest.mark.slow
-@fault(39, "a layer too large for the memory of a rank", 69)
+@pytest.mark.fault
 def test_a_layer_too_large_for_one_rank_is_named_and_trains_on_two(tmp_path):
     text = tmp_path / "text"
     text.write_text("A short text: its held-out end is read to the last row.\n" * 40)

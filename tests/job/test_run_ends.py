@@ -23,7 +23,6 @@ from program import (
     PROGRAM,
     block_of,
     environment,
-    fault,
     flip,
     killed_by,
     metrics,
@@ -183,7 +182,7 @@ def test_no_checkpoint_is_whole(text_folder):
     assert len(metrics(text_folder / "run")) == 10
 
 
-@fault(22, "no space at an interval: a warning, and the run continues", 0)
+@pytest.mark.fault
 def test_no_space_at_an_interval_is_a_warning(text_folder):
     result = ended(
         text_folder, "no-space", 2, *TINY, "--save-interval", "3", "--out", "run"
@@ -194,7 +193,7 @@ def test_no_space_at_an_interval_is_a_warning(text_folder):
     assert len(list((text_folder / "run" / "checkpoints").iterdir())) == 2
 
 
-@fault(22, "no space at the last save", 74)
+@pytest.mark.fault
 def test_no_space_at_the_end_keeps_the_former_checkpoint(text_folder):
     result = ended(text_folder, "full", 3, *TINY, "--save-interval", "3", "--out", "run")
     block_of(result, 74, "No space left on device")
@@ -247,7 +246,7 @@ def on_a_disk_of(limit, text_folder, *words):
 
 
 @pytest.mark.slow
-@fault(22, "no space at the start, or for the weights", 74)
+@pytest.mark.fault
 @pytest.mark.parametrize("limit", [500, 1000, 8000], ids=["config", "log", "weights"])
 def test_full_disk_is_said_with_code_74(limit, text_folder):
     """A limit on the size of files stands for the disk."""
@@ -353,7 +352,7 @@ def test_console_of_another_encoding(text_folder):
 # --- a loss that is not finite
 
 
-@fault(32, "a loss that is not finite", 79)
+@pytest.mark.fault
 def test_non_finite_loss_ends_all_ranks(text_folder):
     words = "--steps 50 --out run --lr 1e30 --clip 0 --warmup-steps 0 --optimizer sgd".split()
     result = mpipar("train", *TINY, *words, ranks=4, cwd=text_folder)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers import find_launcher
 from in_process import alone, assert_refused, printed
-from program import fault, mpipar
+from program import mpipar
 from report_cases import data_of
 from short_runs import FAULTS, PASSES, TRACED, traced
 from trace_cases import blocking, check_arrows, check_slices, span
@@ -88,7 +88,7 @@ def test_a_planted_delay_is_the_cause_and_the_wait_is_its_lateness(delayed):
 
 
 @pytest.mark.alone
-@fault(31, "a slow rank: named, with its line and its share of the waits", 0)
+@pytest.mark.fault
 def test_the_command_names_the_late_rank_the_barrier_and_the_line(delayed):
     _, folder = delayed
     text = printed("trace", folder)

@@ -57,7 +57,7 @@ def test_a_second_sum_waits_for_the_readers_of_the_first(rng):
     assert not all(found[1::2])
 
 
-def test_copy_that_nobody_waits_for_leaves_nan(rng):
+def test_copy_that_nobody_waits_for_leaves_nan():
     a, b = np.ones((16, 16), ml_dtypes.bfloat16), np.ones((16, 8), ml_dtypes.bfloat16)
     d = np.zeros((16, 8), np.float32)
     edit = ("    wait_copies<0>();\n", "")

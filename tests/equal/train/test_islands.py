@@ -44,8 +44,7 @@ INSIDE = {  # a layout of two islands on four ranks: its values
     "experts": {"layout": (4, 1, 1), "ep": 2, "model": EXPERTS},
     "order": {"layout": (4, 1, 1), "rank_order": "tp,dp,pp,cp"},
 }
-TWO = {"alone": {"layout": (2, 1, 1)}}
-LAYOUTS = TWO if WORLD.size == 2 else INSIDE
+LAYOUTS = INSIDE if WORLD.size > 2 else {"alone": {"layout": (2, 1, 1)}}
 
 
 def layouts(*quick):
@@ -281,7 +280,7 @@ def test_another_number_of_islands_is_refused(folder):
             loaded(config_of(islands=other), folder)
 
 
-def test_a_bad_number_ends_its_island_and_names_its_ranks(monkeypatch):
+def test_a_bad_number_ends_its_island_and_names_its_ranks():
     worker, rows = worker_and_rows(config_of(outer_interval=3))
     island = worker.island
     if island:

@@ -397,8 +397,8 @@ def test_a_slow_link_is_named_with_its_ends():
 def test_a_sheet_says_what_is_normal():
     links = {"same node": (20.0, 3.0), "between nodes": (20.0, 3.0)}
     lines = verdict_of(found_of(), links)
-    slow = sum(line.startswith("Slow link") for line in lines)
-    assert slow == 24 + 24 + 4  # both between hosts, and transfers inside them
+    # Both sizes between hosts, and transfers inside them.
+    assert sum(line.startswith("Slow link") for line in lines) == 24 + 24 + 4
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 6, 7])

@@ -204,7 +204,7 @@ def test_no_result_depends_on_what_was_in_the_memory(monkeypatch, implementation
         assert_close(value, expected[name], 1e-13, name)
 
 
-def test_a_result_survives_the_next_call(ops, rng):
+def test_a_result_survives_the_next_call(ops):
     """No result may live in a buffer that the next call of the same function overwrites."""
     first = call_every_op(ops, SMALL)
     kept = {name: np.copy(value) for name, value in first.items()}

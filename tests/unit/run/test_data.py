@@ -14,7 +14,6 @@ import pytest
 from config_helpers import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from program import fault
 
 from mpipar.comm.grid import Grid
 from mpipar.config.resolve import resolve
@@ -117,7 +116,7 @@ def test_every_layout_is_judged_on_the_same_rows(dp, num_microbatches):
         assert [counted for _, counted in filled] == list(map(len, replicas))
 
 
-def test_a_batch_is_a_piece_of_the_text_and_its_successors(rng):
+def test_a_batch_is_a_piece_of_the_text_and_its_successors():
     tokens = np.arange(250, dtype=np.uint8)  # each position is its own token
     batch = rows_of(tokens).train(1, 0)
     for array in (batch.tokens, batch.targets):
@@ -140,7 +139,7 @@ def test_rows_depend_on_step_and_seed_and_on_nothing_else(rng):
     assert len(np.unique(first, axis=0)) == BATCH_SIZE, "rows of a batch are drawn separately"
 
 
-def test_rows_begin_anywhere(rng):
+def test_rows_begin_anywhere():
     """First and last possible start occur, and none outside; all are about equally frequent."""
     tokens = np.arange(SEQ_LEN + 20, dtype=np.uint8)
     rows = rows_of(tokens)
@@ -404,7 +403,7 @@ def test_a_token_file_that_changes_while_it_is_read(change, message, tmp_path):
         rows.train(2, 0)
 
 
-@fault(12, "data of more than 4 GiB", None)
+@pytest.mark.fault
 def test_data_of_more_than_4_gib(tmp_path):
     """No signed 32-bit number counts its tokens, and none its bytes. Reading them takes long."""
     path, count = tmp_path / "tokens.bin", 2**31 + 1000

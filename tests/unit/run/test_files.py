@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_process import alone, assert_refused, at_once
 from one_rank import fresh
-from program import LIMIT, block_of, environment, fault, metrics, mpipar, one_block
+from program import LIMIT, block_of, environment, metrics, mpipar, one_block
 from safetensors.numpy import save
 from state_cases import config_for, savers_of, workers_of
 
@@ -256,7 +256,7 @@ def victim(tmp_path):
 # --- files that grow
 
 
-@fault(52, "a planted link, pipe or folder in place of a file of the run", 74)
+@pytest.mark.fault
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_growing_file_is_a_regular_file_of_the_run(kind, victim):
     (run, outside, _), name = victim, run_folder.LOG
@@ -284,7 +284,7 @@ def test_a_file_that_is_replaced_ends_no_link(kind, victim):
     assert [path.name for path in run.iterdir()] == ["report.html"]
 
 
-@fault(52, "a planted link in place of a folder of the run", 74)
+@pytest.mark.fault
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_folder_of_the_run_is_no_link(name, victim):
     run, _, folder = victim
@@ -305,7 +305,7 @@ def test_what_is_read_in_a_run_folder_is_no_link(victim):
         committed_steps(run / "checkpoints")
 
 
-@fault(51, "a run folder from another user, whose log.txt leads to a file of the user", 74)
+@pytest.mark.fault
 def test_a_run_does_not_go_on_in_a_folder_with_planted_links(tmp_path, text_folder):
     name = "log.txt"
     alone(*TINY, "--seq-len", 40, cwd=tmp_path).ended()
@@ -330,7 +330,7 @@ def lines_of(steps):
 DAMAGED = (b'{"step": 2, "loss": \xff}', b"[" * 200_000, b"[2]")
 
 
-@fault(53, "damaged lines of metrics.jsonl are removed, and the run continues", 0)
+@pytest.mark.fault
 @pytest.mark.parametrize("damaged", DAMAGED, ids=lambda damaged: repr(damaged[:20]))
 def test_damaged_lines_are_removed_and_the_checkpoint_decides(damaged, tmp_path):
     """In place of the second line; the last one was not written to its end."""
@@ -386,7 +386,7 @@ def changed_in_step_3(change, folder):
     return run_command([sys.executable, "-c", MOVING, change, *TINY], LIMIT, environment(), folder)
 
 
-@fault(54, "the run folder is moved while a run continues: reported, and written again", 0)
+@pytest.mark.fault
 def test_a_run_folder_that_was_moved_is_said(tmp_path, text_folder):
     result = changed_in_step_3("os.rename('run', 'old')", tmp_path).ended()
     assert "WARNING: run is gone" in result.stdout
@@ -399,7 +399,7 @@ def test_a_run_folder_that_was_moved_is_said(tmp_path, text_folder):
     alone(*TINY, "--resume", "auto", "--steps", 5, cwd=tmp_path).ended()
 
 
-@fault(55, "another job has the run folder's name while a run continues", 74)
+@pytest.mark.fault
 def test_a_folder_that_another_job_has_taken_is_not_written(tmp_path, text_folder):
     result = changed_in_step_3(
         "os.rename('run', 'old'); os.mkdir('run'); open('run/lock', 'w').write('x')", tmp_path
@@ -408,7 +408,7 @@ def test_a_folder_that_another_job_has_taken_is_not_written(tmp_path, text_folde
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
-@fault(56, "checkpoints/ is replaced by a link while a run continues", 74)
+@pytest.mark.fault
 def test_checkpoints_behind_a_planted_link_are_not_deleted(victim):
     run, _, _ = victim
     (saver,) = savers_of(workers_of(config_for(), 1), run / "checkpoints", keep=1)
@@ -441,7 +441,7 @@ def test_only_files_of_checkpoints_are_deleted(victim):
 # --- the lock
 
 
-@fault(57, "a lock that is a link, a pipe or a folder", 74)
+@pytest.mark.fault
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "a hard link"])
 def test_a_lock_that_is_no_file_is_refused(kind, victim):
     run, outside, _ = victim
@@ -455,7 +455,7 @@ def test_a_lock_that_is_no_file_is_refused(kind, victim):
 # --- outputs
 
 
-@fault(60, "an output in a folder that is missing", 74)
+@pytest.mark.fault
 def test_a_picture_in_a_missing_folder_cannot_be_written(tmp_path):
     with pytest.raises(OutputError, match="No such file or directory"):
         write_text(tmp_path / "none" / "picture.svg", "")

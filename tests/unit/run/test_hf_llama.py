@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -345,8 +344,7 @@ def test_what_is_written_is_read_as_the_same_model(arch, values, tmp_path):
 
 
 def test_every_part_has_its_published_name():
-    attention = {f"attn.{part}": f"self_attn.{part}_proj" for part in "qkv"}
-    names = attention | {
+    names = {f"attn.{part}": f"self_attn.{part}_proj" for part in "qkv"} | {
         "attn.proj": "self_attn.o_proj", "norm1": "input_layernorm",
         "norm2": "post_attention_layernorm", "ffn.gate": "mlp.gate_proj", "ffn.up": "mlp.up_proj",
         "ffn.down": "mlp.down_proj", "embedding.tokens": "model.embed_tokens.weight",
@@ -358,9 +356,8 @@ def test_every_part_has_its_published_name():
 
 
 def test_gpt2_has_a_key_for_each_query():
-    for kv_heads in (4, 2):
-        model = changed(arch="gpt2", heads=4, kv_heads=kv_heads).model.completed()
-        assert GPT2.describes(model) == (kv_heads == 4)
+    assert GPT2.describes(changed(arch="gpt2", heads=4).model.completed())
+    assert not GPT2.describes(changed(arch="gpt2", heads=4, kv_heads=2).model.completed())
 
 
 # --- what travels with weights
@@ -411,7 +408,6 @@ def test_tokenizer_and_ids_travel_from_run_to_run(tmp_path):
         for name in ("config.json", "generation_config.json"):
             assert json.loads((here / name).read_text())["eos_token_id"] == [3, 4], folder
         assert json.loads((here / "config.json").read_text())["max_position_embeddings"] == 6
-    shutil.rmtree(start)
     assert (
         load_file(tmp_path / "run" / "weights" / "model.safetensors").keys()
         == load_file(tmp_path / "branch" / "weights" / "model.safetensors").keys()

@@ -9,7 +9,6 @@ from threading import Event
 
 import numpy as np
 import pytest
-from program import fault
 from state_cases import (
     FACTS,
     assert_filled,
@@ -283,7 +282,7 @@ def newest(folder):
 
 
 @pytest.mark.slow
-@fault(15, "kill -9 at each call of a save", None)
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("start", "background"),
     [("step 1", False), ("a damaged step 2", True)],
