@@ -77,6 +77,8 @@ def change_table(changes: list[comparison.Change]) -> str:
     """Return a table of the largest changes: medians and quartiles."""
     largest = sorted(changes, key=lambda one: -abs(one.ms))[:MOST]
     shown = [one for one in changes if one in largest and abs(one.ms) >= LEAST_MS]
+    if not shown:
+        return f"{counted(len(changes), 'change')}, none of them of {LEAST_MS} ms"
     rows = [
         (
             one.what,

@@ -113,7 +113,13 @@ def question_of(args: Arguments, job: Job) -> Question:
     wrong += broken(
         *((fixed.get(name) == 0, f"--layout {name}=0: must be at least 1") for name in LAYOUT),
         *(
-            (axes[name] > 1 and name not in STACKS[stack].axes, f"{name}: --stack {stack} lacks it")
+            (
+                axes[name] > 1 and name not in STACKS[stack].axes,
+                (
+                    f"--layout {name}={axes[name]}: --stack {stack} cuts a job along"
+                    f" {', '.join(STACKS[stack].axes)} only"
+                ),
+            )
             for name in LAYOUT
         ),
         (
@@ -124,7 +130,13 @@ def question_of(args: Arguments, job: Job) -> Question:
             args.ranks % product,
             f"--ranks {args.ranks}: is not a multiple of {product}, the layout's",
         ),
-        (zero not in STACKS[stack].zeros, f"--zero {zero}: --stack {stack} lacks it"),
+        (
+            zero not in STACKS[stack].zeros,
+            (
+                f"--zero {zero}: --stack {stack} has"
+                f" {' and '.join(map(str, STACKS[stack].zeros))} only"
+            ),
+        ),
         (
             job.flags.startswith("--init-from") and tokens > model.completed().longest_row,
             f"--seq-len {tokens}: is longer than the sequences that the weights are made for",
@@ -134,8 +146,12 @@ def question_of(args: Arguments, job: Job) -> Question:
             f"--dtype {dtype}: {machine.name} has no rate for it",
         ),
         (
-            (model.experts or 1) % axes["ep"],
-            f"--layout ep={axes['ep']}: does not divide the {model.experts or 'one'} experts",
+            axes["ep"] > 1 and not model.experts,
+            f"--layout ep={axes['ep']}: MODEL {brief(args.model)} has no experts; leave ep out",
+        ),
+        (
+            model.experts and model.experts % axes["ep"],
+            f"--layout ep={axes['ep']}: does not divide the {model.experts} experts",
         ),
         (batch % axes["dp"], f"--batch-size {batch}: is not a multiple of dp={axes['dp']}"),
     )

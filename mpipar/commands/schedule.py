@@ -419,7 +419,7 @@ def of_run(folder: str, name: str) -> tuple[Schedule, Costs, dict]:
         step, passes = pop.median_passes(trace)
         start = min(span.start_ns for own in passes for span in own)
         means = {name: sum(values) / schedule.pp_size for name, values in by_stage.items()}
-        costs = Costs(**means)
+        costs = Costs(**means, latency=pop.hop_ns(trace) * 1e-6)
     rows = [
         [
             [

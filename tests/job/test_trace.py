@@ -169,6 +169,7 @@ def with_head(change):
     ("meta.json", lambda files: re.sub(b'"recording": "[0-9a-f]+"', b'"recording": "x"', files[2]),
      "of another rank or run .* must come from one run"),
     ("rank-00001.bin", with_head({"host": "a\x1b[2J"}), r"not of a trace: .*host is 'a\\x1b\[2J'"),
+    ("rank-00001.bin", with_head({"steps": [[1, 2, 3]]}), "different steps: .* from one run"),
     ("rank-00001.bin", with_head({"cores": [9**50]}), "may not have the value"),
     ("rank-00001.bin", with_head({"mpipar_trace": 7}), "this mpipar reads 5; record one"),
     ("rank-00001.bin", with_head({"texts": []}), "contradicts itself: IndexError"),
@@ -176,10 +177,10 @@ def with_head(change):
     ("rank-00001.bin", lambda files: files[1][:-30], "bytes of rows of .* copied only in part"),
     ("rank-00001.bin", lambda files: files[1] + bytes(8), "rows of .* copied only in part"),
     ("meta.json", lambda files: re.sub(rb'"world_size": 2', b'"world_size": 9000000', files[2]),
-     "rank-00002.bin: No such file"),
+     "trace/rank-00002.bin: No such file"),
     ("rank-00001.bin", lambda files: b"", "is not JSON"),
     ("meta.json", lambda files: files[2].replace(b'"owners"', b'"x"'), "of a trace: it.clock has"),
-    ("meta.json", lambda files: b'{"mpipar_trace": 5}', "has not all of its keys"),
+    ("meta.json", lambda files: b'{"mpipar_trace": 5}', "of its keys: it lacks recording, wo"),
 ])  # fmt: skip
 def test_files_that_are_broken_or_of_several_runs_are_refused(
     delayed, tmp_path, name, edit, message

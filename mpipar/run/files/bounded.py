@@ -11,6 +11,7 @@ DataError for data, UsageError for a configuration.
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import math
 import os
@@ -253,9 +254,7 @@ def _record(kind, value: dict, where: str):
     hints = typing.get_type_hints(kind)
     if unknown := sorted(value.keys() - hints.keys()):
         raise ValueError(f"{where} has an unknown key {shown(unknown[0])}")
-    try:
-        return kind(
-            **{name: built(hints[name], one, f"{where}.{name}") for name, one in value.items()}
-        )
-    except TypeError as error:  # it names the keys that are missing
-        raise ValueError(f"{where} has not all of its keys: {error}") from None
+    known = inspect.signature(kind).parameters.values()
+    if lacks := [one.name for one in known if one.default is one.empty and one.name not in value]:
+        raise ValueError(f"{where} has not all of its keys: it lacks {', '.join(lacks)}")
+    return kind(**{name: built(hints[name], one, f"{where}.{name}") for name, one in value.items()})

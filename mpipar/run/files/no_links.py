@@ -50,7 +50,8 @@ def opened(root, name: str, flags: int) -> int:
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise _strange(path.name) from None
-        raise type(error)(error.errno, f"{path.name}: {error.strerror}") from None
+        named = f"{path.name}: " if flags & os.O_CREAT else ""  # a reader says the whole path
+        raise type(error)(error.errno, f"{named}{error.strerror}") from None
     found = os.fstat(descriptor)
     alone = found.st_nlink == 1 or not flags & (os.O_WRONLY | os.O_RDWR)
     if stat.S_ISREG(found.st_mode) and alone:  # what has more names would change with it

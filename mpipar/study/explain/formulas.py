@@ -195,9 +195,13 @@ def expected(config, schedule, stage_layers, grid, prediction) -> dict[str, Expe
             ranks = prediction.groups.get(groups[-1], ())
             if len(ranks) > 1:
                 found[groups[-1]] = _data(config, prediction, groups[-1], len(ranks), m)
+    if len(prediction.groups.get("muon", ())) > 1:
+        found["muon"] = Expected("2 (to homes, and back)", 2)
     inner = "inner" if grid.size(ISLAND) > 1 else "world"
     if len(prediction.groups[inner]) > 1:
         found[inner] = Expected("1 (the norm)", 1)
+    if grid.size(ISLAND) > 1:
+        found[ISLAND] = _islands(config, prediction, grid.size(ISLAND))
     return found
 
 
@@ -315,6 +319,19 @@ def _data(config, prediction, group: str, group_size: int, m: int) -> Expected:
         gathers * len(lengths) + calls,
         f"(q-1)/q * ({gathers_text}weights + {words})",
         factor * (gathers * sum(lengths) * itemsize + sums * sum_itemsize),
+    )
+
+
+def _islands(config, prediction, q: int) -> Expected:
+    """Return the Expected of the step in which islands meet."""
+    numbers, over = sum(own_lengths(config, prediction)), "/x" if config.memory.zero else ""
+    size = numbers * bytes_of_numbers(config)[1] + 3 * 8  # of three votes
+    every = f"once in {config.train.outer_interval} steps"
+    return Expected(
+        f"segments + 1 (votes), {every}",
+        len(prediction.segments) + 1,
+        f"2(q-1)/q * (N*s{over} + 24), {every}",
+        2 * (q - 1) / q * size,
     )
 
 

@@ -212,12 +212,7 @@ def across_sites(question: Question, job: Job) -> str:
 
 def impossible(question: Question) -> str:
     """Return that no layout fits, and how many devices would do."""
-    stack, numbers = question.stack, question.shape.parameters / question.ranks
-    states = numbers * (stack.weight_bytes + stack.gradient_bytes + stack.optimizer_bytes)
-    text = (
-        f"no layout fits that can be run: {question.gib:.1f} GiB are there for each device, and"
-        f" states alone take {states / GIB:.1f}"
-    )
+    text = f"no layout fits that can be run: {question.gib:.1f} GiB are there for each device"
     more = (question._replace(ranks=factor * question.ranks) for factor in FACTORS)
     enough = next((one.ranks for one in more if search(one, 1).best), None)
     return f"{text}; on {enough} devices one does" if enough else text

@@ -143,8 +143,8 @@ def schedules(question: Question, pp: int, m: int) -> Iterator[tuple[str, int]]:
                 yield name, chunks
 
 
-def search(question: Question, count: int = 5) -> Plan:
-    """Return the `count` layouts with the shortest step."""
+def search(question: Question, count: int | None = 5) -> Plan:
+    """Return the `count` layouts with the shortest step, None for those of all grids."""
     shape, machine, stack = question.shape, question.machine, question.stack
     best: dict[tuple, Candidate] = {}
     flights = cache(in_flight)
@@ -221,7 +221,7 @@ def with_own_step(question: Question, named: Config) -> Question:
 
 
 def ways_across(question: Question, named: Config) -> list[tuple[Layout, int, float, float]]:
-    """Return the best layout of a site, repeated on all: as data parallelism, and as islands.
+    """Return the best layout with replicas on all sites, and islands of the best one of a site.
 
     Each is (layout, steps from one meeting of islands to the next or 0 without them, seconds of a
     step, bytes that leave each site in it). Sites are what the last but one of at least three
@@ -237,20 +237,23 @@ def ways_across(question: Question, named: Config) -> list[tuple[Layout, int, fl
         batch_size=question.batch_size // count,
         fixed=fixed | ({"dp": dp // count} if dp else {}),
     )
-    alone = replace(named, grid=replace(named.grid, islands=1))
     ways = []
-    for one, step, _ in search(with_own_step(inside, alone), 1).best:
-        layout = one._replace(dp=one.dp * count, outer="dp")
+    across = search(question._replace(fixed=fixed | {"outer": "dp"}), None).best
+    whole = fewest_nodes_first(question, [one for one in across if one.layout.dp % count == 0])
+    for layout, step, _ in whole[:1]:
         weight, sums = question.stack.number_bytes, question.stack.sum_bytes
         gathered = layout.num_microbatches * (2 * weight + sums)
         of_number = {0: 2 * sums, 1: sums + weight, 3: gathered}[layout.zero]
         moved = of_number * (1 - 1 / layout.data_ranks) * shape.parameters
-        whole = step_time(shape, layout, machine, question.stack)
-        ways.append((layout, 0, whole.total, moved))
-        meeting = meeting_seconds(shape, one, machine, count)
-        moved = 2 * (1 - 1 / count) * 4 * sum(met(shape, one)) * site
+        ways.append((layout, 0, step.total, moved))
+    alone = replace(named, grid=replace(named.grid, islands=1))
+    for layout, step, _ in search(with_own_step(inside, alone), 1).best:
+        meeting = meeting_seconds(shape, layout, machine, count)
+        moved = 2 * (1 - 1 / count) * 4 * sum(met(shape, layout)) * site
+        whole_layout = layout._replace(dp=layout.dp * count, outer="dp")
         ways += [
-            (layout, every, step.total + meeting / every, moved / every) for every in INTERVALS
+            (whole_layout, every, step.total + meeting / every, moved / every)
+            for every in INTERVALS
         ]
     return ways
 

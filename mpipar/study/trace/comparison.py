@@ -66,11 +66,13 @@ def step_time(before: Analysis, after: Analysis) -> tuple[Change, list[int]]:
     return change("step", *times), [len(own) for own in times]
 
 
-def item(segment: Segment) -> str:
-    """Return the name under which a piece of time is compared."""
+def item(segment: Segment, by_stage: bool) -> str:
+    """Return the name under which a piece of time is compared. by_stage: if it names stages."""
     kind = category(segment)
     if kind in ("forward", "backward"):
-        return f"compute: {WORDS[segment.kind]} of stage {segment.span.stage}"
+        return "compute: " + (
+            f"{WORDS[segment.kind]} of stage {segment.span.stage}" if by_stage else kind
+        )
     if segment.call is None:
         return WORDS[segment.kind]
     return {
@@ -80,12 +82,12 @@ def item(segment: Segment) -> str:
     }[kind]
 
 
-def by_item(analysis: Analysis) -> dict[str, list[float]]:
+def by_item(analysis: Analysis, by_stage: bool = True) -> dict[str, list[float]]:
     """Return {item: ms in each step}, means over the ranks; a step's items add up to the step."""
     trace = analysis.trace
     found: dict[str, list[float]] = {}
     for rank, own in zip(trace.ranks, analysis.segments, strict=True):
-        for at, step in enumerate(by_step(own, rank.steps, item)):
+        for at, step in enumerate(by_step(own, rank.steps, lambda one: item(one, by_stage))):
             for name, length in step.items():
                 times = found.setdefault(name, [0.0] * trace.num_steps)
                 times[at] += length * 1e-6 / len(trace.ranks)
@@ -93,17 +95,22 @@ def by_item(analysis: Analysis) -> dict[str, list[float]]:
 
 
 def items(before: Analysis, after: Analysis) -> list[Change]:
-    """Return changes of all items, largest loss first."""
-    sides = [(by_item(one), [0.0] * one.trace.num_steps) for one in (before, after)]
+    """Return changes of all items, largest loss first. A stage is named if both have the same."""
+    by_stage = before.trace.meta["stages"] == after.trace.meta["stages"]
+    sides = [(by_item(one, by_stage), [0.0] * one.trace.num_steps) for one in (before, after)]
     names = dict.fromkeys(name for times, _ in sides for name in times)
     found = [change(name, *(times.get(name, none) for times, none in sides)) for name in names]
     return sorted(found, key=lambda one: -one.ms)
 
 
 def settings_that_differ(before: Path, after: Path) -> list[tuple[str, object, object]]:
-    """Return (key, value before, value after) where two config.toml differ. Raises DataError."""
-    old, new = (read_toml(folder / "config.toml", DataError) for folder in (before, after))
-    names = [name for name in {**old, **new} if name not in PLACES]
+    """Return (key, value before, value after) where two config.toml differ, if they can be read."""
+    try:
+        old, new = (read_toml(folder / "config.toml", DataError) for folder in (before, after))
+    except DataError:
+        return []
     return [
-        (name, old.get(name), new.get(name)) for name in names if old.get(name) != new.get(name)
+        (name, old.get(name), new.get(name))
+        for name in {**old, **new}
+        if name not in PLACES and old.get(name) != new.get(name)
     ]

@@ -14,14 +14,14 @@ https://co-design.pop-coe.eu/metrics/index.html
 
 from collections import defaultdict
 from collections.abc import Callable
-from statistics import mean
+from statistics import mean, median
 
 from mpipar.comm.record import PASSES, Span
 from mpipar.run.trace.trace_file import Trace
 from mpipar.study.schedules import bubble
 from mpipar.study.schedules.simulate import Costs, Timeline, simulate
 from mpipar.study.trace.segments import IDLE, Segment, median_step
-from mpipar.study.trace.waits import Call, Waits
+from mpipar.study.trace.waits import Call, Waits, find
 
 
 def efficiencies(
@@ -118,6 +118,21 @@ def median_passes(trace: Trace) -> tuple[int, list[list[Span]]]:
         [one for one in rank.spans if one.step == chosen and one.kind in PASSES]
         for rank in pipeline
     ]
+
+
+def hop_ns(trace: Trace) -> float:
+    """Return the median time of a pipeline message from its send to its arrival.
+
+    Only those that a rank waited for count; 0 without any.
+    """
+    times = [
+        received.record.done_ns - sent.record.posted_ns
+        for event in find(trace).events
+        if (event.axis, event.operation) == ("pp", "message")
+        for sent, received in [event.calls]
+        if received.record.waited_ns <= sent.record.posted_ns
+    ]
+    return median(times or [0.0])
 
 
 def pipeline_bubble(trace: Trace) -> list[tuple]:

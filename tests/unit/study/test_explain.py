@@ -9,7 +9,7 @@ import pytest
 from in_process import assert_refused, printed
 
 from mpipar import models
-from mpipar.comm.grid import ISLAND, Grid
+from mpipar.comm.grid import Grid
 from mpipar.comm.record import STATE_CHANGES, family, state_change
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ModelConfig
@@ -35,7 +35,7 @@ def configure(layout, schedule="1f1b", memory=None, **settings):
     )
     parts = vars(resolve(config, dp * pp * tp)[0]) | {"memory": memory or MemoryConfig()}
     for name, given in settings.items():
-        section = next(one for one in ("model", "grid", "run") if name in vars(parts[one]))
+        section = next(one for one in ("model", "grid", "train", "run") if name in vars(parts[one]))
         parts[section] = replace(parts[section], **{name: given})
     config = Config(**parts)
     return resolve(config, config.grid.num_ranks)[0] if "experts" in settings else config
@@ -94,6 +94,7 @@ CASES = [
     ((4, 2, 2), {"islands": 2}),
     ((4, 1, 1), {"islands": 2, "memory": ZERO1}),
     ((4, 2, 2), {"islands": 2, "memory": ZERO3}),
+    ((2, 1, 2), {"optimizer": "muon"}),
     ((4, 1, 2), EXPERTS),
     ((4, 1, 2), EXPERTS | {"shared_expert_ffn": 10, "memory": ZERO1}),
     ((4, 2, 2), EXPERTS | {"expert_interval": 2, "memory": BLOCK}),
@@ -119,7 +120,7 @@ def test_formulas_give_what_the_step_on_shapes_counts(layout, settings):
                 assert formula[1] == record.payload_bytes, (formula[0], record)
         expected = formulas.expected(config, schedule, split, grid, prediction)
         axes = {one.axis for one in records}
-        assert expected.keys() == axes - {"tie", ISLAND}
+        assert expected.keys() == axes - {"tie"}
         for axis, (text, calls, sent_text, sent) in expected.items():
             own = [one for one in records if one.axis == axis]
             assert calls in (None, len(own)), (axis, text, world_rank)

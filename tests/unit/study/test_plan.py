@@ -430,7 +430,7 @@ def test_nothing_fits():
     ("name", "text", "problem"),
     [
         ("mine.json", "{}", "a file that ends in .toml"),
-        ("bad.toml", 'basis = "none"\n', "has no"),
+        ("bad.toml", 'basis = "none"\n', "not all of its keys: it lacks memory_gib, hbm_gbytes_s,"),
         *(
             ("mine.toml", H200.replace(old, new), problem)
             for old, new, problem in (
@@ -464,11 +464,14 @@ def test_a_machine_that_cannot_be(name, text, problem, tmp_path):
         (("plan", "tiny", "--machine", "h100", "--ranks", "0"), "--ranks 0"),
         ((*WORDS, "--layout", "dp=0"), "--layout dp=0"),
         ((*WORDS, "--layout", "tp=3"), "is not a multiple of 3"),
-        ((*WORDS, "--layout", "ep=2"), "--layout ep=2"),
+        ((*WORDS, "--layout", "ep=2"), "--layout ep=2: MODEL llama-8b has no experts"),
         ((*WORDS, "--layout", "pp=1", "--schedule", "zb-v"), "pp is 1"),
         ((*WORDS[:6], "--batch-size", "63", "--layout", "dp=8"), "--batch-size 63"),
-        ((*WORDS, "--stack", "fsdp", "--layout", "tp=2"), "--stack fsdp"),
-        ((*WORDS, "--stack", "fsdp", "--zero", "1"), "--zero 1"),
+        (
+            (*WORDS, "--stack", "fsdp", "--layout", "tp=2"),
+            "--layout tp=2: --stack fsdp cuts a job along dp only",
+        ),
+        ((*WORDS, "--stack", "fsdp", "--zero", "1"), "--zero 1: --stack fsdp has 0 and 3 only"),
     ],
 )
 def test_refusals_say_what_is_wrong(words, problem):

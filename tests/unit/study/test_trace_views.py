@@ -114,6 +114,15 @@ def test_slices_nest_and_arrows_lead_from_the_late_to_the_waiting(found):
     ]
 
 
+def test_a_hop_is_the_time_of_a_message_that_was_waited_for():
+    assert pop.hop_ns(example()) == 3_000_000
+
+
+def test_two_files_of_a_trace_have_two_names(tmp_path):
+    words = "trace", tmp_path, "--html", tmp_path / "a", "--perfetto", tmp_path / "." / "a"
+    assert_refused(2, ["--html and --perfetto both name"], *words)
+
+
 def test_arrows_from_the_call_itself_lead_backwards(found):
     """The broken twin begins an arrow in the late rank's transfer, as Perfetto would join it."""
     marks = {
@@ -213,6 +222,13 @@ def test_only_more_than_the_spread_is_a_verdict(before, after, verdict):
     assert (found.before[1], found.after[1], found.verdict) == (before[1], after[1], verdict)
 
 
+def test_a_stage_is_named_if_both_runs_have_it():
+    one, halved = (simulated(layout, fault="F") for layout in (TP, PP))
+    assert {"compute: forward", "compute: backward"} < {
+        change.what for change in comparison.items(one, halved)
+    }
+
+
 def test_the_work_grows_as_the_steps(monkeypatch):
     """Counted: the pieces of time that items and causes look at, for 10 and for 40 steps."""
     looks, within = [], causes.Causes._within
@@ -263,5 +279,6 @@ def test_a_run_is_as_fast_as_itself(tmp_path):
     write_trace(tmp_path)
     text = printed("compare", tmp_path, tmp_path, "--check")
     assert "B takes 1.00x as long, within the spread: neither slower nor faster" in text
+    assert text.endswith("changes, none of them of 0.005 ms\n")  # and no settings without a file
     message = "no run folder with a trace; record one with"
     assert_refused(65, [message], "compare", tmp_path, tmp_path / "missing")
