@@ -28,7 +28,6 @@ from mpipar.run.folder import CHECKPOINTS, WEIGHTS, is_run, said
 from mpipar.run.resume import layout_words
 
 OF_EXPORT = ("action", "export")
-NO_CHECKPOINT = "{}: has no checkpoint of this step; it has those of: {}"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
@@ -72,7 +71,8 @@ def run(context: Context) -> int:
     steps = [(step, path) for step, path in found if args.step in (None, step)]
     if not steps and (args.action == "export" or args.step is not None):
         known = ", ".join(str(step) for step, _ in found)
-        raise DataError(NO_CHECKPOINT.format(folder, known or "none"))
+        which = f" of step {args.step}; it has those of: {known}" if known else ""
+        raise DataError(f"{folder}: has no checkpoint{which}")
     return ACTIONS[args.action](folder, steps, args)
 
 
@@ -112,7 +112,7 @@ def verify(folder: Path, steps, args) -> int:
         else:
             say(f"{final}: has no {DIGESTS}, so nothing is compared")
     if not found:
-        raise DataError(NO_CHECKPOINT.format(folder, "none"))
+        raise DataError(f"{folder}: has no checkpoint, and no weights with digests")
     for path, wrong in found.items():
         state = "DAMAGED" if wrong else "every byte is as it was written"
         say("\n  ".join([f"{path}: {state}", *wrong]))

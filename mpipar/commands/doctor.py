@@ -13,6 +13,7 @@ from mpipar.comm.objects import gather_objects
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import switch
 from mpipar.errors import EXIT_OK, broken
+from mpipar.interconnect.hosts import free_bytes
 from mpipar.run.process import blas, consistency, environment, mpi, self_test
 from mpipar.run.process.consistency import ranges
 
@@ -37,7 +38,7 @@ def run(context: Context) -> int:
     own = rank_facts(world.Get_rank(), session.host_rank)
     if not isinstance(world, mpi.OneRank):
         own["wrong"] = self_test.wrong_reductions(world)
-        own["long"] = self_test.long_message(world) if context.args.deep else None
+        own["long"] = self_test.long_message(world, free_bytes()) if context.args.deep else None
     facts = gather_objects(world, own)
     if facts is not None:
         found = remarks(facts)

@@ -77,7 +77,7 @@ def measured(session: Any, args: Arguments) -> int:
         write(args, files.line("head", head))
     progress = bench.progress
     with (
-        session.stop_on_request(),
+        session.stop_on_request("this measurement"),
         session.watch.following(
             lambda: (progress.count, progress.doing), lambda: state_of(where=progress.doing)
         ),
@@ -134,7 +134,7 @@ def launches(session: Any, args: Arguments) -> int:
         raise UsageError(
             f"vet compares ranks: start it with a launcher, as {args.start} mpipar net"
         )
-    with tempfile.TemporaryDirectory() as folder, session.stop_on_request():
+    with tempfile.TemporaryDirectory() as folder, session.stop_on_request("this launch"):
         path = args.json or os.path.join(folder, "rows.jsonl")
         code = start_jobs(session, args, path)
         if code in (EXIT_OK, EXIT_CHECK_FAILED):

@@ -128,7 +128,9 @@ def _object_of(line: bytes) -> dict | None:
     with suppress(ValueError, RecursionError):
         value = json.loads(line.decode())
         if isinstance(value, dict) and type(value.get("step")) is int:
-            return value
+            comm = value.get("comm", {})
+            whole = isinstance(comm, dict) and all(isinstance(x, dict) for x in comm.values())
+            return value if whole else None
     return None
 
 

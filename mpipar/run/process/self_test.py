@@ -22,6 +22,7 @@ REPEATS, MANY_REPEATS = 11, 2000  # 77 numbers, and 56 kB of float32: other algo
 TOP = 7  # ranks beyond this repeat the numbers of the first ones, so that float32 stays exact
 HIGH = 1 << 63  # negative for a library that takes it for signed
 LONG_MESSAGE = (1 << 31) + 8  # bytes
+ENOUGH = 6 << 30  # bytes: a message on each of two ranks, and the library's copies
 UNUSED = "MPI_MAX of uint64"  # mpipar takes the maximum of signed and floating numbers only
 
 
@@ -88,15 +89,20 @@ def check_reductions(mpi_comm: MPI.Intracomm, library: str) -> None:
         )
 
 
-def long_message(mpi_comm: MPI.Intracomm) -> str:
+def long_message(mpi_comm: MPI.Intracomm, free: int) -> str:
     """Return what becomes of a message of more than 2^31 bytes from rank 0 to rank 1, in words.
 
-    The words are empty on ranks that see no fault. Comm: the message.
+    free: bytes of memory that this host has available. The words are empty on ranks that see no
+    fault. Comm: an all_reduce, and the message.
     """
     from mpi4py import MPI
 
     if mpi_comm.size == 1:
         return "a long message was not tried: it needs two ranks"
+    room = array("l", [free])
+    mpi_comm.Allreduce(MPI.IN_PLACE, room, MPI.MIN)
+    if room[0] < ENOUGH:
+        return f"a long message was not tried: it needs {ENOUGH >> 30} GiB of free memory on a host"
     x = bytearray(LONG_MESSAGE if mpi_comm.rank < 2 else 0)
     try:
         if mpi_comm.rank == 0:

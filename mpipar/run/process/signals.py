@@ -41,16 +41,18 @@ class Interruptible:
         self.speaks = speaks
         self.stop_requested = self.save_requested = False
         self.will_loop = self._in_loop = False
+        self._obeys_after = ""
         self._ctrl_c: float | None = None  # when the first one came
 
     @contextlib.contextmanager
-    def stop_on_request(self):
+    def stop_on_request(self, at: str = "this step (islands: when they meet next)"):
         """Turn signals into stop_requested or save_requested, which the loop obeys between steps.
 
         The ranks must agree there, because a signal may reach a single rank, or each in a different
-        step. No timer cuts off a step or a save that takes long, but a second Ctrl-C does.
+        step. No timer cuts off a step or a save that takes long, but a second Ctrl-C does. at: what
+        the loop finishes before it obeys, for the user.
         """
-        self._in_loop, self.will_loop = True, False
+        self._in_loop, self.will_loop, self._obeys_after = True, False, at
         try:
             yield self
         finally:
@@ -72,7 +74,7 @@ class Interruptible:
                 self.fail(KeyboardInterrupt(f"interrupted twice ({name})"))
         if self.speaks and not self.stop_requested:
             # in a thread of its own: a blocked console must not hold up the signals
-            again = "this step (islands: when they meet next); a second Ctrl-C stops at once"
+            again = f"{self._obeys_after}; a second Ctrl-C stops at once"
             later(0, note, f"{name}: stops after {'the first step' if early else again}")
         self.stop_requested = True
 

@@ -37,6 +37,7 @@ SETTLE = 1.0  # seconds for the other ranks to write their states too
 LONGEST_PAUSE = 1.0  # seconds between two checks
 MOST_FRAMES = 12  # of the main thread's stack in a state
 STEP = ("F", "I", "W", "sync")  # phases in which every communication has a record
+INSIDE = ("mpipar/comm/", "mpipar/run/process/")  # code that communicates on behalf of its callers
 SILENT = "has written nothing: it works, or its process is stopped or gone"
 
 
@@ -221,7 +222,8 @@ def _at_work(at: str, stack: list[str], counted: bool) -> str:
     here = stack[0] if stack else "?"
     if counted:
         return f"is in no communication ({at}); its main thread is at {here}"
-    return f"is at {here} ({at})"
+    caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
+    return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
 
 
 def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:

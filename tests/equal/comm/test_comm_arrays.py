@@ -168,6 +168,11 @@ def test_unsigned_maxima_are_tested_but_not_needed():
     self_test.check_reductions(Wrong("Allreduce", "L"), "Some MPI 1.2")
 
 
+def test_without_memory_a_long_message_is_not_tried():
+    free = self_test.ENOUGH - (WORLD.rank == 1)
+    assert "it needs 6 GiB of free memory on a host" in self_test.long_message(WORLD, free)
+
+
 def test_a_report_of_drift_notices_that_no_two_ranks_differ(monkeypatch):
     """The maximum of a library that takes the larger half of the numbers for the smaller one."""
     worker, step = worker_and_step(small_config((2, 1, 1), dtype="float32"))

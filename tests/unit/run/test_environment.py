@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from program import LIMIT, PROGRAM, TEXT, block_of, environment
 from mpipar.comm.groups import stated_awareness
 from mpipar.comm.launcher import Launcher, read_launcher
 from mpipar.commands.doctor import launch_remarks, remarks
-from mpipar.run.process import blas, mpi
+from mpipar.run.process import blas, mpi, signals, watchdog
 from mpipar.run.process.environment import (
     THREAD_VARIABLES,
     YIELD_VARIABLES,
@@ -319,3 +320,22 @@ def test_ranks_with_other_kernels_do_not_train_together():
     words = [sys.executable, "-c", code, "train", *TINY, *TEXT]
     result = run_ranks(2, words, LIMIT, environment({blas.VARIABLE: "Nehalem"}))
     block_of(result, 69, blas.VARIABLE, "Nehalem", "Prescott")
+
+
+# --- what is said of a rank that works, and of a signal
+
+
+def test_the_line_named_is_that_of_the_caller():
+    stack = ["mpipar/comm/objects.py:50 in _gathered", "mpipar/run/resume.py:9 in load_newest"]
+    words = f"is at {stack[0]}, called from {stack[1]} (start)"
+    assert watchdog._at_work("start", stack, counted=False) == words
+    assert watchdog._at_work("start", stack[1:], counted=False) == f"is at {stack[1]} (start)"
+
+
+def test_what_ends_before_a_signal_is_obeyed_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr(signals, "later", lambda seconds, note, text: said.append(text))
+    one = signals.Interruptible()
+    with one.stop_on_request("this measurement"):
+        one.interrupt(signal.SIGTERM)
+    assert said == ["SIGTERM: stops after this measurement; a second Ctrl-C stops at once"]

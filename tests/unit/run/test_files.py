@@ -327,7 +327,13 @@ def lines_of(steps):
     return [json.dumps({"step": step, "loss": step / 3}).encode() + b"\n" for step in steps]
 
 
-DAMAGED = (b'{"step": 2, "loss": \xff}', b"[" * 200_000, b"[2]")
+DAMAGED = (
+    b'{"step": 2, "loss": \xff}',
+    b"[" * 200_000,
+    b"[2]",
+    b'{"step": 2, "comm": 3}',
+    b'{"step": 2, "comm": {"dp": 3}}',
+)
 
 
 @pytest.mark.fault

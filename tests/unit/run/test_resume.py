@@ -235,7 +235,8 @@ def test_ckpt_verify(here):
     flip(here / "run" / "weights" / "model.safetensors", 1)
     assert "model.safetensors: is damaged" in printed("ckpt", "verify", here / "run", code=65)
     shutil.rmtree(here / "run" / "weights")
-    assert_refused(65, ["has no checkpoint"], "ckpt", "verify", "run", folder=here)
+    parts = ["run: has no checkpoint, and no weights with digests"]
+    assert_refused(65, parts, "ckpt", "verify", "run", folder=here)
 
 
 def test_ckpt_export_of_an_earlier_step(here):
@@ -255,7 +256,7 @@ def test_ckpt_export_of_an_earlier_step(here):
         ("ls text.txt", 65, ["not a run folder"]),
         ("verify nowhere", 65, ["not a run folder"]),
         ("export run", 2, ["run/weights: exists and is not empty", "--out"]),
-        ("export run --step 3", 65, ["2, 4, 6"]),
+        ("export run --step 3", 65, ["has no checkpoint of step 3; it has those of: 2, 4, 6"]),
         ("ls run --step 3", 2, ["--step: ls does not use it"]),
         ("verify run --out x", 2, ["--out: verify does not use it"]),
         ("look run", 2, ["look", "ls|verify|export"]),
