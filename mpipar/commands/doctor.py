@@ -13,7 +13,6 @@ from mpipar.comm.objects import gather_objects
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import switch
 from mpipar.errors import EXIT_OK, broken
-from mpipar.interconnect.hosts import free_bytes
 from mpipar.run.process import blas, consistency, environment, mpi, self_test
 from mpipar.run.process.consistency import ranges
 
@@ -33,6 +32,8 @@ def run(context: Context) -> int:
     Comm: that of the self-test, and one gather over the world.
     """
     import_module("numpy")  # with its BLAS library, which `rank_facts` looks for
+    from mpipar.interconnect.hosts import free_bytes  # late: it loads NumPy
+
     session = context.session
     world = session.start()
     own = rank_facts(world.Get_rank(), session.host_rank)
