@@ -8,9 +8,11 @@ their library before NumPy is loaded.
 
 from __future__ import annotations
 
+import os
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from mpipar.comm.launcher import read_launcher
 from mpipar.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -29,11 +31,15 @@ UNUSED = "MPI_MAX of uint64"  # mpipar takes the maximum of signed and floating 
 def wrong_reductions(mpi_comm: MPI.Intracomm) -> list[str]:
     """Return the reductions that gave this rank a wrong result, such as `MPI_SUM of int64`.
 
-    Comm: 16 small reductions.
+    Where ranks share a core, they take turns in non-blocking forms: some libraries never yield in a
+    blocking call, and keep the core from the rank that they wait for.
+    Comm: 16 small reductions, and one that tells whether ranks share cores.
     """
     from mpi4py import MPI
 
     own, size = mpi_comm.rank, mpi_comm.size
+    crowded = array("l", [read_launcher(os.environ).local_size > len(os.sched_getaffinity(0))])
+    mpi_comm.Iallreduce(MPI.IN_PLACE, crowded, MPI.MAX).Wait()
     places = [place % TOP + 1 for place in range(size)]
     results: list[tuple[str, array[Any], array[Any]]] = []  # what was tested, result, right result
 
@@ -44,8 +50,13 @@ def wrong_reductions(mpi_comm: MPI.Intracomm) -> list[str]:
         unit, below = 1 << 40 if code == "l" else 1, factor if negative is None else negative
         return array(code, [unit * s * (factor if s > 0 else below) for s in SIGNS]) * repeats
 
+    def call(name: str, *arguments: Any) -> None:
+        request = getattr(mpi_comm, f"I{name.lower()}" if crowded[0] else name)(*arguments)
+        while request is not None and not request.Test():
+            os.sched_yield()
+
     def all_reduce(words: str, op: MPI.Op, x: array[Any], want: array[Any]) -> None:
-        mpi_comm.Allreduce(MPI.IN_PLACE, x, op)
+        call("Allreduce", MPI.IN_PLACE, x, op)
         results.append((words, x, want))
 
     for code, name in TYPES.items():
@@ -58,8 +69,8 @@ def wrong_reductions(mpi_comm: MPI.Intracomm) -> list[str]:
     for code in "fd":
         mine, whole = numbers(code, places[own]), numbers(code, sum(places))
         total, part = mine[:], mine[:]
-        mpi_comm.Reduce(mine, None if own else total, MPI.SUM)
-        mpi_comm.Reduce_scatter_block(mine * size, part)
+        call("Reduce", mine, None if own else total, MPI.SUM)
+        call("Reduce_scatter_block", mine * size, part)
         results += [
             (f"MPI_Reduce of {TYPES[code]}", total, mine if own else whole),
             (f"MPI_Reduce_scatter_block of {TYPES[code]}", part, whole),

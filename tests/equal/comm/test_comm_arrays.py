@@ -1,6 +1,7 @@
 """What a Comm refuses before anything is sent, and the self-test of the MPI library."""
 
 import inspect
+import os
 
 import numpy as np
 import pytest
@@ -142,7 +143,15 @@ class Wrong:
         return call
 
 
-def test_this_library_is_right():
+@pytest.fixture
+def cores(monkeypatch, request):
+    """Let each rank see so many cores; with one, no reduction blocks."""
+    seen = range(getattr(request, "param", 99))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: seen)
+
+
+@pytest.mark.parametrize("cores", [1, 99], indirect=True)
+def test_this_library_is_right(cores):
     assert [words for words in self_test.wrong_reductions(WORLD) if words != self_test.UNUSED] == []
     self_test.check_reductions(WORLD, "this library")
 
@@ -155,7 +164,7 @@ def test_this_library_is_right():
     ("Ireduce_scatter_block", "d", "MPI_Ireduce_scatter_block of float64"),
     ("Iallreduce", "f", "MPI_Iallreduce of float32"),
 ])  # fmt: skip
-def test_a_wrong_reduction_is_named_with_its_library(method, dtype, words):
+def test_a_wrong_reduction_is_named_with_its_library(method, dtype, words, cores):
     text = raised_everywhere(
         EnvironmentProblem,
         lambda: self_test.check_reductions(Wrong(method, dtype), "Some MPI 1.2"),
@@ -163,9 +172,16 @@ def test_a_wrong_reduction_is_named_with_its_library(method, dtype, words):
     assert text.startswith(f"the MPI library (Some MPI 1.2) computes wrong results: {words}; use")
 
 
-def test_unsigned_maxima_are_tested_but_not_needed():
+def test_unsigned_maxima_are_tested_but_not_needed(cores):
     assert self_test.wrong_reductions(Wrong("Allreduce", "L")) == [self_test.UNUSED]
     self_test.check_reductions(Wrong("Allreduce", "L"), "Some MPI 1.2")
+
+
+@pytest.mark.skipif(WORLD.size == 1, reason="one rank shares no core")
+@pytest.mark.parametrize("cores", [1], indirect=True)
+def test_ranks_that_share_cores_do_not_block(cores):
+    assert "MPI_SUM of float64" in self_test.wrong_reductions(Wrong("Iallreduce", "d"))
+    assert not self_test.wrong_reductions(Wrong("Allreduce", "d"))[1:]
 
 
 def test_without_memory_a_long_message_is_not_tried():
