@@ -25,6 +25,7 @@ from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.ops.functions import Ops
+from mpipar.ops.signature import Array
 from mpipar.train.gradsync import StepVotes, all_reduce_scalars
 
 KINDS = ("outer", "velocity")  # of moments
@@ -87,8 +88,8 @@ class Outer:
         ops, islands, config = self.ops, self.comms[ISLAND], self.config
         pending: list[Pending] = []
         for flat in self.flats:
-            pieces = (flat.reduced_grads, *map(flat.pieces, ("master", *KINDS)))
-            for number, (d, master, outer, v) in enumerate(zip(*pieces, strict=True)):
+            pieces = (flat.reduced_grads, *map(flat.pieces, ("data", "master", *KINDS)))
+            for number, (d, data, master, outer, v) in enumerate(zip(*pieces, strict=True)):
                 ops.copy(d, outer)
                 ops.sgd_step(d, master, 1.0)
                 ops.scale(islands.all_reduce(d, "outer.delta"), 1 / islands.size)
@@ -96,15 +97,17 @@ class Outer:
                 ops.sgd_step(outer, d, config.outer_lr)
                 ops.sgd_step(outer, v, config.outer_lr * config.outer_momentum)
                 ops.copy(master, outer)
-                pending += self.copy_to_params(flat, number)
+                pending += self.copy_to_params(flat, number, data, master)
         for one in pending:
             one.wait()
         self.begun = False
 
-    def copy_to_params(self, flat: FlatParams, number: int) -> list[Pending]:
+    def copy_to_params(
+        self, flat: FlatParams, number: int, data: Array, master: Array
+    ) -> list[Pending]:
         """Round a changed piece to the data. Comm: with ZeRO 1, one all_gather is posted."""
         if flat.rounds:
-            self.ops.copy(flat.pieces("data")[number], flat.pieces("master")[number])
+            self.ops.copy(data, master)
         return [flat.gather(number)] if flat.level == 1 else []
 
     @contextmanager
@@ -123,11 +126,11 @@ class Outer:
         """
         pending: list[Pending] = []
         for flat in self.flats:
-            pieces = flat.reduced_grads, flat.pieces("master"), flat.pieces("outer")
-            for number, (spare, master, outer) in enumerate(zip(*pieces, strict=True)):
+            pieces = (flat.reduced_grads, *map(flat.pieces, ("data", "master", "outer")))
+            for number, (spare, data, master, outer) in enumerate(zip(*pieces, strict=True)):
                 self.ops.copy(spare, master)
                 self.ops.copy(master, outer)
                 self.ops.copy(outer, spare)
-                pending += self.copy_to_params(flat, number)
+                pending += self.copy_to_params(flat, number, data, master)
         for one in pending:
             one.wait()

@@ -33,6 +33,7 @@ from mpipar.study.plan.search import (
     nodes_of_data,
     schedules,
     search,
+    ways_across,
     with_best_layout,
     with_own_step,
 )
@@ -419,9 +420,26 @@ def test_islands_stand_beside_data_parallelism_across_a_slow_link(tmp_path):
     )
 
 
+def test_one_run_across_sites_has_its_own_best_layout():
+    """Repeating what is best within a site would be slower."""
+    inner, outer = H100.links
+    sites = (inner, Link(8, outer.gbytes_s, outer.latency_us), Link(0, 0.125, 10_000.0))
+    question = asked("gpt2", replace(H100, links=sites))
+    ways = ways_across(question, build({"preset": "gpt2"}))
+    assert [interval for _, interval, _, _ in ways] == [0, 1, 10, 50]
+    (whole, _, seconds, _), (repeated, *_) = ways[:2]
+    others = search(question._replace(fixed={"outer": "dp"}), None).best
+    steps = [one.step.total for one in others if one.layout.dp % 2 == 0]
+    assert len(steps) > 5
+    assert min(steps) <= seconds <= 1.03 * min(steps)
+    assert whole.dp % 2 == 0
+    again = step_time(question.shape, repeated, question.machine, question.stack)
+    assert seconds < 0.9 * again.total
+
+
 def test_nothing_fits():
     text = printed("plan", "llama-70b", "--machine", "h100", "--ranks", "8", code=1)
-    assert re.match(r"no layout fits .*; on \d+ devices one does", text)
+    assert re.match(r"no layout fits .* 76.0 GiB are there .*; on \d+ devices one does", text)
     words = ("plan", "gpt2", "--machine", "h100", "--ranks", "1", "--zero", "1")
     assert printed(*words, code=1).startswith("no layout fits ")
 
