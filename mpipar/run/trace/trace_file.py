@@ -279,7 +279,7 @@ def read(folder: str | Path) -> Trace:
     with contradictions_are_data_errors(folder), np.errstate(all="raise"):
         read = [_read_rank(folder, rank, facts) for rank in range(facts.world_size)]
         if len({tuple(step for step, *_ in rank.steps) for rank, _ in read}) > 1:
-            raise ValueError(f"its ranks have different steps: {MIXED}")
+            raise DataError(f"{folder}: its ranks have different steps: {MIXED}; {HOW_TO}")
         first = min(facts.clock.common_ns(rank.world_rank, rank.start) for rank, _ in read)
         gc.disable()  # it would visit all rows again and again, here and later
         try:
