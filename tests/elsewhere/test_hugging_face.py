@@ -314,7 +314,7 @@ def test_files_there_and_back_byte_for_byte(name, dtype, tmp_path):
         WeightFiles(tmp_path / "theirs") as files,
         WeightFiles(tmp_path / "ours") as own,
     ):
-        assert len(files.files) > 1
+        assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
         assert own.tensors.keys() == files.tensors.keys()
         for key, entry in files.tensors.items():
             assert own.tensors[key] == entry, key

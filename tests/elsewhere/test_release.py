@@ -192,7 +192,7 @@ def test_from_nothing_to_a_model_of_transformers(tmp_path):
     )
     text = result.stdout
     assert result.returncode == 0, text[-3000:]
-    assert "tokenizer: 2,048 ids in uint16" in text
+    assert "2,048 ids in uint16" in text
     assert re.search(r"step 40: held-out loss \d\.\d+ nats per token over 4,096 tokens", text)
     assert "took over the lock" in text
     assert re.search(r"resumed after step [4-9]0: .*, as before", text)
