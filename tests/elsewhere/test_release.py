@@ -106,24 +106,6 @@ def test_pbs(site):
         assert "runs/job-12" in printed
 
 
-def test_the_job_of_kubernetes_is_a_command_that_trains():
-    text = (DEPLOY / "mpijob.yaml").read_text()
-    words = re.search(r"command: \[(.*?)\]", text, re.DOTALL)[1].split(", ")[:7]
-    launcher, dash_n, ranks, program, command, flag, layout = [one.strip('"') for one in words]
-    assert (launcher, dash_n, program, command, flag) == (
-        "mpiexec",
-        "-n",
-        "mpipar",
-        "train",
-        "--layout",
-    )
-    slots = re.search(r"slotsPerWorker: (\d+)", text)[1]
-    workers = re.search(r"Worker:\n +replicas: (\d+)", text)[1]
-    assert int(ranks) == int(slots) * int(workers)
-    explained = run_well([*PROGRAM, "explain", "--layout", layout], environment())
-    assert f"rank 0 of {ranks}: " in explained
-
-
 @pytest.mark.reframe
 def test_reframe_runs_the_checks(tmp_path):
     partition = {"name": "cpu", "scheduler": "local", "launcher": "mpirun", "environs": ["here"]}

@@ -144,14 +144,6 @@ def test_held_out_loss_and_text_are_those_of_one_rank(runs):
         assert found == re.search(part, expected, re.MULTILINE)[1]
 
 
-def test_log_file_is_the_console(runs):
-    folder, text = runs[FOUR]
-    assert (folder / "log.txt").read_text() == text
-    made = """log.txt metrics.jsonl evaluations.jsonl metrics.csv report.html config.toml
-        sources.json weights checkpoints result.json"""
-    assert {path.name for path in folder.iterdir()} == {*made.split()}
-
-
 # --- the ways to start: `python -m mpipar`, the console script, with a launcher and without
 
 

@@ -8,8 +8,8 @@ from helpers import run_command, run_ranks
 from one_rank import SESSION
 
 from bench import claims, generate, matmul, results
-from bench.__main__ import main, programs
-from mpipar.errors import EXIT_OK, EXIT_OUTPUT, EXIT_USAGE, OutputError, UsageError
+from bench.__main__ import main
+from mpipar.errors import EXIT_OUTPUT, EXIT_USAGE, OutputError, UsageError
 from mpipar.run.inference import generate as generation
 
 LIMIT = 100  # seconds
@@ -25,14 +25,6 @@ def measured(path, name, words, ranks=None):
 
 
 # --- names, flags, files
-
-
-def test_the_list_shows_each_program_with_its_subject(capsys):
-    assert main([]) == EXIT_OK
-    lines = capsys.readouterr().out.splitlines()[2:]
-    assert [line.split()[0] for line in lines] == list(programs())
-    assert {"interconnect", "compare", "rehearse", "step", "kernels.check"} <= set(programs())
-    assert all(len(line.split()) > 3 for line in lines)
 
 
 def test_an_unknown_name_is_refused_with_the_next_one(capsys):
