@@ -4,7 +4,6 @@ A launch has a head (machine, library, environment, flags), a line for each row,
 that says how it ended. A line is written whole, so the file of a killed run is valid up to its end.
 """
 
-import csv
 import io
 import json
 import os
@@ -13,6 +12,7 @@ from typing import Any
 
 from mpipar.config.text import shown
 from mpipar.errors import DataError, OutputError
+from mpipar.run.console.tables import csv_text
 from mpipar.run.files.bounded import open_regular, parse_json
 from mpipar.study.plan.machine import NETWORK
 
@@ -91,20 +91,16 @@ def read(path: str) -> list[Run]:
 
 def as_csv(rows: list[Row]) -> str:
     """Return one line for each row, with every column but the samples."""
-    plain = [
-        {
-            name: "+".join(map(str, value)) if isinstance(value, list) else value
-            for name, value in row.items()
-            if name != "times_us"
-        }
-        for row in rows
-    ]
-    out = io.StringIO()
-    names = list(dict.fromkeys(name for row in plain for name in row))
-    writer = csv.DictWriter(out, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(plain)
-    return out.getvalue()
+    return csv_text(
+        [
+            {
+                name: "+".join(map(str, value)) if isinstance(value, list) else value
+                for name, value in row.items()
+                if name != "times_us"
+            }
+            for row in rows
+        ]
+    )
 
 
 def sheet(base: str, rows: list[Row]) -> str:

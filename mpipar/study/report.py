@@ -3,9 +3,7 @@
 Both are rewritten whenever a run ends or stops, so a resumed run extends them.
 """
 
-import csv
 import datetime as dt
-import io
 import os
 import platform
 import shlex
@@ -169,12 +167,7 @@ def csv_text(lines: list[dict], evaluations: list[dict]) -> str:
         for axis, own in line["comm"].items():
             row |= {f"comm_{axis}_{part}": value for part, value in own.items()}
         rows.append(row)
-    file = io.StringIO()
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(file, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return file.getvalue()
+    return tables.csv_text(rows)
 
 
 # --- curves by step, of a run's lines

@@ -1,7 +1,11 @@
 """The tables and lines that a training run prints, as plain text built from plain values."""
 
+import csv
+import io
 import textwrap
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mpipar import models
 from mpipar.comm.grid import Grid
@@ -13,6 +17,16 @@ from mpipar.models.decoder import CUT, ENTRY
 
 WIDTH = 100  # characters per line of text
 BARRIER = ("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step")
+
+
+def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows as CSV, with every column that one of them has; what a row lacks is empty."""
+    file = io.StringIO()
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    writer = csv.DictWriter(file, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
 
 
 def table(rows: list[tuple], left: int = 1) -> str:
