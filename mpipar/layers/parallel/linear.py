@@ -127,6 +127,7 @@ class Linear(ABC):
     def _span(self, params: list[Param], kind: str) -> Array:
         """Return a view of the flat buffer from the first parameter's numbers to the last one's."""
         first, last = params[0], params[-1]
+        # What is not bound is explained, also where ZeRO has taken it away (`unbind`).
         buffer, start = first.bound.get(kind) or first.__getattr__(kind)
         same, place = last.bound[kind]
         assert same is buffer, (first.name, last.name)

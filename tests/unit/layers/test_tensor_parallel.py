@@ -17,6 +17,7 @@ from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.record import Record, Recorder, wire_bytes
 from mpipar.comm.transport import ShapesTransport
+from mpipar.errors import UsageError
 from mpipar.layers.ffn import GatedFeedForward
 from mpipar.layers.linears import LINEARS
 from mpipar.ops.timed_ops import TimedOps
@@ -139,3 +140,10 @@ def test_a_tensor_lies_behind_the_one_before_it():
     whole[...] = np.arange(whole.size).reshape(whole.shape)
     assert_close(params["ffn.gate.w"].grad, whole[:, :3].T, 0, "gate")
     assert_close(params["ffn.up.w"].grad, whole[:, 3:].T, 0, "up")
+
+
+def test_weights_that_zero_has_taken_away_are_named():
+    layer, params, x, _ = gated("in")
+    params["ffn.down.w"].unbind("data")
+    with pytest.raises(UsageError, match=r"ffn\.down\.w: has no data yet"):
+        layer.forward(x, library.Stash())
