@@ -188,13 +188,6 @@ class FlatParams:
         """The kinds to fill with weights from outside; `copy_master_to_params` makes the others."""
         return ["master"]
 
-    def keep(self, param: Param, x: Array) -> None:
-        """Set what this rank holds of a parameter to its part of x, an array of the local shape."""
-        flat = x.reshape(-1)
-        for kind in self.weights:
-            for first, view in self.parts_of(param, kind):
-                self.ops.copy(view, flat[first : first + view.size])
-
     def initialize(self, seed: int, spread: float = 0.0) -> None:
         """Set every parameter to its initial values; padding stays zero.
 

@@ -53,7 +53,7 @@ def full_tensors(worker: Worker, kind: str) -> Tensors:
     Comm: see `checkpoint.stream`.
     """
     blocks: dict[str, list[np.ndarray]] = {}
-    for name, _, block in stream(worker, kind):
+    for name, block in stream(worker, kind):
         blocks.setdefault(name, []).append(block)
     return {name: np.concatenate(parts) for name, parts in blocks.items()}
 

@@ -45,21 +45,20 @@ def _in_row(shape, row: int, first: int, stop: int) -> list[Box]:
     return [((row, row + 1), *box) for box in boxes_of_run(shape[1:], first - start, stop - start)]
 
 
-def boxes_of_part(param, first: int, values):
-    """Yield (box, array) of part of a flattened shard, without the padding of cut dimensions.
-
-    first: place of the values in the shard.
-    """
-    held, done = param.box, 0
-    for local in boxes_of_run(param.local_shape, first, first + values.size):
-        x = values[done : done + volume(local)].reshape(shape_of(local))
-        done += x.size
-        place = tuple(
-            (low + start, high + start) for (low, high), (start, _) in zip(local, held, strict=True)
-        )
-        box = overlap(place, held)
-        if box is not None:
-            yield box, x[within(box, place)]
+def boxes_in(flat, buffer: str):
+    """Yield (Param, box, array) of all that a buffer holds, without the padding of cut axes."""
+    for param, first, values in flat.parts_in(buffer):
+        held, done = param.box, 0
+        for local in boxes_of_run(param.local_shape, first, first + values.size):
+            x = values[done : done + volume(local)].reshape(shape_of(local))
+            done += x.size
+            place = tuple(
+                (low + start, high + start)
+                for (low, high), (start, _) in zip(local, held, strict=True)
+            )
+            box = overlap(place, held)
+            if box is not None:
+                yield param, box, x[within(box, place)]
 
 
 def share_of_rows(box: Box, index: int, count: int) -> Box:

@@ -137,18 +137,18 @@ def format_of(model):
     return next(form for form in FORMS.values() if form.describes(model))
 
 
-def file_slices(
+def file_rows(
     tensors: dict[str, tuple[int, ...]], first: int, stop: int
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, first, stop): which slice of which tensor in the files holds [first, stop).
+    """Yield (name, first, stop): which rows of which tensor in the files hold [first, stop).
 
     first, stop: numbers of a parameter. tensors: the parameter's, see `Own.tensors`.
     """
     start = 0
     for name, shape in tensors.items():
-        end = start + math.prod(shape)
+        end, row = start + math.prod(shape), math.prod(shape[1:])
         if first < end and start < stop:
-            yield name, max(first - start, 0), min(stop, end) - start
+            yield name, max(first - start, 0) // row, (min(stop, end) - start) // row
         start = end
 
 

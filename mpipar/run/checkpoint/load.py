@@ -86,37 +86,26 @@ def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
     wrong = state_problems(worker, step_folder, manifest)
     if wrong:
         raise DataError(wrong)
-    ops = worker.ops
     with Pieces(step_folder, manifest) as pieces:
-        for flat in worker.flats:
-            for kind in flat.state:
-                for target in flat.weights if kind == "master" else [kind]:
-                    _fill(ops, pieces, saved_as(kind, worker.island), flat.parts_in(target))
-            flat.copy_master_to_params()
+        fill(
+            worker,
+            lambda param, kind, box: pieces.read(param.name, saved_as(kind, worker.island), box),
+        )
     worker.outer.begun = True
     worker.loss_scale.restore(manifest.scales[worker.grid.group_rank(ISLAND)]._asdict())
 
 
-def _fill(ops, pieces: Pieces, kind: str, parts) -> None:
-    """Read what a buffer holds. parts: (Param, first, values), see `FlatParams.parts_in`."""
-    for param, first, values in parts:
-        for held, x in boxes.boxes_of_part(param, first, values):
-            for box, block in pieces.read(param.name, kind, held):
-                ops.copy(x[boxes.within(box, held)], ops.asarray(block))
+def fill(worker, read, kinds=()) -> None:
+    """Fill a worker's buffers; padding stays as it is.
 
-
-def blocks(step_folder: Path, manifest: Manifest, names, kind: str = "master"):
-    """Yield (tensor, first row, array) of full tensors, row by row, without MPI or a worker.
-
-    Tensors come in the order of `names`, and their rows in order. An array holds whole rows, at
-    most BLOCK_BYTES or one row. Raises DataError that names file and tensor.
+    read(Param, kind, box): yields (box, array) of parts that cover a box. kinds: of state; all of
+    it by default.
     """
-    with Pieces(step_folder, manifest) as pieces:
-        for name in names:
-            shape, dtype = manifest.tensors[name]
-            whole = boxes.whole_box(shape)
-            for rows in boxes.row_blocks(whole, np.dtype(dtype).itemsize):
-                array = np.empty(boxes.shape_of(rows), dtype)
-                for box, block in pieces.read(name, kind, rows):
-                    array[boxes.within(box, rows)] = block
-                yield name, rows[0][0], array
+    ops = worker.ops
+    for flat in worker.flats:
+        for kind in kinds or flat.state:
+            for target in flat.weights if kind == "master" else [kind]:
+                for param, held, x in boxes.boxes_in(flat, target):
+                    for box, block in read(param, kind, held):
+                        ops.copy(x[boxes.within(box, held)], ops.asarray(block))
+        flat.copy_master_to_params()

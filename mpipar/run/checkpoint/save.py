@@ -187,20 +187,15 @@ def own_pieces(worker) -> list[Own]:
     for flat in worker.flats:
         for buffer in flat.state:
             kind = saved_as(buffer, worker.island)
-            for param, first, values in flat.parts_in(buffer):
-                everywhere = worker.island is None or buffer in COMMON
+            everywhere = worker.island is None or buffer in COMMON
+            for param, held, x in boxes.boxes_in(flat, buffer):
                 place = place_among_copies(worker.comms, param, flat.is_sharded(buffer), everywhere)
-                for held, x in boxes.boxes_of_part(param, first, values):
-                    box = boxes.share_of_rows(held, *place)
-                    if boxes.volume(box):
-                        key = f"{param.name}/{kind}/{len(found)}"  # a tensor may have several
-                        own = Own(
-                            Piece(file, key, param.name, kind, box), x[boxes.within(box, held)]
-                        )
-                        assert own.x.shape == boxes.shape_of(box), (
-                            "a piece is not what its box says"
-                        )
-                        found.append(own)
+                box = boxes.share_of_rows(held, *place)
+                if boxes.volume(box):
+                    key = f"{param.name}/{kind}/{len(found)}"  # a tensor may have several
+                    own = Own(Piece(file, key, param.name, kind, box), x[boxes.within(box, held)])
+                    assert own.x.shape == boxes.shape_of(box), "a piece is not what its box says"
+                    found.append(own)
     return found
 
 

@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -24,13 +23,15 @@ from safetensors import SafetensorError, safe_open
 
 from mpipar.config.text import brief, shown
 from mpipar.errors import DataError
+from mpipar.run.checkpoint.manifest import Tensor
 from mpipar.run.files.bounded import (
+    HEAD,
     SAFETENSORS,
     built,
     open_regular,
     problems_as,
     read_json,
-    recognize,
+    recognized,
 )
 from mpipar.run.files.replace import replaced_files
 
@@ -48,23 +49,16 @@ NUMBERS = {
 }
 
 
-class Entry(NamedTuple):
-    """A tensor's entry in the header: safetensors' name of its type, and its shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
 def open_tensors(path):
     """Return the library's open file; raise OSError or ValueError for what is wrong with it."""
-    kind = recognize(path)
-    if kind not in (None, SAFETENSORS):
-        raise ValueError(f"is {kind}")
     with open_regular(path) as file:  # the library would wait for a pipe
+        size = os.fstat(file.fileno()).st_size
+        kind = recognized(file.read(HEAD), size)
+        if kind not in (None, SAFETENSORS):
+            raise ValueError(f"is {kind}")
         try:
             return safe_open(path, "np")
         except SafetensorError as error:
-            size = os.fstat(file.fileno()).st_size
             text = brief(str(error).removeprefix("Error while deserializing header: "), 200)
             raise ValueError(f"is not a whole safetensors file ({size:,} bytes): {text}") from None
 
@@ -93,8 +87,9 @@ def safetensors_head(tensors) -> bytes:
 class WeightFiles(ExitStack):
     """The open files of a folder of weights.
 
-    tensors: {name: Entry} of all files. where: the folder, which begins each message. Every method
-    raises DataError that names the file.
+    tensors: {name: Tensor} of all files, where dtype is safetensors' name of the type. slices:
+    {name: what an index of rows reads, for types among NUMBERS}. where: the folder, which begins
+    each message. Raises DataError that names the file.
     """
 
     def __init__(self, folder):
@@ -110,13 +105,9 @@ class WeightFiles(ExitStack):
                 raise DataError(f"{self.where}: tensor {shown(min(twice))} is in two files")
             self.slices |= found
         self.tensors = {
-            name: Entry(one.get_dtype(), tuple(one.get_shape()))
+            name: Tensor(tuple(one.get_shape()), one.get_dtype())
             for name, one in self.slices.items()
         }
-
-    def rows(self, name: str, first: int, last: int) -> np.ndarray:
-        """Return the rows [first, last) of a tensor whose type is one of NUMBERS."""
-        return self.slices[name][first:last]
 
 
 def instead_of_weights(folder: Path) -> str:

@@ -21,7 +21,7 @@ from mpipar.config.text import brief
 from mpipar.errors import DataError, OutputError
 from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import boxes, formats, tokenizer_files
-from mpipar.run.checkpoint.load import Pieces
+from mpipar.run.checkpoint.load import Pieces, fill
 from mpipar.run.checkpoint.manifest import read_manifest
 from mpipar.run.checkpoint.weight_files import NUMBERS, WeightFiles, write_weights
 
@@ -49,7 +49,7 @@ def shard_of(worker, flat, param, kind: str):
 
 
 def stream(worker, kind: str):
-    """Yield (name, first row, block) of full tensors on world rank 0, none elsewhere.
+    """Yield (name, block) of full tensors on world rank 0, none elsewhere.
 
     kind: `master` for weights, `grad` for gradients. The block has whole rows of the parameter's
     logical shape. Every rank must run this to the end.
@@ -71,33 +71,30 @@ def stream(worker, kind: str):
                 if part is None:
                     continue
                 owner = first.rank_at(pp=pp_rank, **places)
-                piece = None
-                if grid.world_rank == owner:
-                    piece = own[boxes.within(part, shard)]
+                piece = own[boxes.within(part, shard)] if grid.world_rank == owner else None
                 if owner != 0:
                     piece = _move(worker, piece, boxes.shape_of(part), owner, param.name)
                 if grid.world_rank == 0:
                     block[boxes.within(part, box)] = ops.to_host(piece)
             if grid.world_rank == 0:
-                yield param.name, box[0][0], block
+                yield param.name, block
 
 
 def _move(worker, piece, shape, owner, name):
     """Send one piece from its owner to world rank 0. Comm: one send over world."""
+    if worker.grid.world_rank not in (0, owner):
+        return None
     world, barrier = worker.comms.world, f"save.{name}"
-    if worker.grid.world_rank == owner:
-        buffer = worker.ops.empty(shape, worker.ops.accum_dtype, label="buffers")
-        worker.ops.copy(buffer, piece)
-        world.send(buffer, 0, 0, barrier)
-    elif worker.grid.world_rank == 0:
-        buffer = worker.ops.empty(shape, worker.ops.accum_dtype, label="buffers")
+    buffer = worker.ops.empty(shape, worker.ops.accum_dtype, label="buffers")
+    if worker.grid.world_rank == 0:
         return world.recv(buffer, owner, 0, barrier)
-    return None
+    worker.ops.copy(buffer, piece)
+    return world.send(buffer, 0, 0, barrier)
 
 
 def save(worker, folder: Path) -> None:
     """Write a worker's weights into a folder, as `write` does. Comm: see `stream`."""
-    blocks = stream(worker, "master")
+    blocks = (block for _, block in stream(worker, "master"))
     if worker.grid.world_rank == 0:
         write(folder, worker.config.model, worker.ops.accum_dtype, blocks)
     else:
@@ -105,11 +102,30 @@ def save(worker, folder: Path) -> None:
             pass
 
 
+def export(step_folder: Path, folder: Path, model) -> None:
+    """Write the weights of a checkpoint as `write` does, without MPI or a worker.
+
+    Raises DataError if they are not those of the model.
+    """
+    dtype = np.dtype(next(iter(read_manifest(step_folder).tensors.values())).dtype)
+
+    def blocks(read):
+        for _, param in all_params(model, (model.layers,)):
+            for rows in boxes.row_blocks(boxes.whole_box(param.shape), dtype.itemsize):
+                array = np.empty(boxes.shape_of(rows), dtype)
+                for box, block in read(param, rows):
+                    array[boxes.within(box, rows)] = block
+                yield array
+
+    with _source(str(step_folder), model) as (read, _):
+        write(folder, model, dtype, blocks(read))
+
+
 def write(folder: Path, model, dtype, blocks) -> None:
     """Write the files of weights and config.json; a crash leaves the old files unchanged.
 
     model: a completed ModelConfig. dtype: of the numbers in the files, to which they are rounded.
-    blocks: (name of a parameter, first row, array of whole rows) of all parameters, in order.
+    blocks: arrays of whole rows of all parameters, in order.
     Raises OutputError if they cannot be written.
     """
     form = formats.format_of(model)
@@ -121,7 +137,7 @@ def write(folder: Path, model, dtype, blocks) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         texts = tokenizer_files.config_texts(folder, form.to_json(model, dtype.name))
-        rounded = (np.ascontiguousarray(block, dtype) for _, _, block in blocks)
+        rounded = (np.ascontiguousarray(block, dtype) for block in blocks)
         write_weights(folder, texts, made, rounded)
     except OSError as error:
         raise OutputError(f"{folder}: the weights could not be written: {error.strerror}") from None
@@ -152,7 +168,13 @@ def load(worker, folder: str) -> None:
     for tensors that do not fit, and for one that contains numbers that are not finite.
     """
     with _source(folder, worker.config.model) as (read, _):
-        _fill(worker, read, folder)
+        fill(
+            worker,
+            lambda param, _, box: _finite(
+                folder, param.name, read(param, box), worker.ops.accum_dtype
+            ),
+            ["master"],
+        )
 
 
 @contextmanager
@@ -163,8 +185,12 @@ def _source(folder: str, model):
     """
     if formats.is_step(folder):
         manifest = read_manifest(Path(folder))
-        if wrong := _shape_problems(folder, manifest.tensors, model):
-            raise DataError(wrong)
+        saved = {name: tensor.shape for name, tensor in manifest.tensors.items()}
+        shapes = {param.name: param.shape for _, param in all_params(model, (model.layers,))}
+        if wrong := [name for name in shapes if saved.get(name) != shapes[name]]:
+            raise DataError(
+                f"{folder}: not the tensors of its configuration: {formats.some_names(wrong)}"
+            )
         with Pieces(folder, manifest) as pieces:
             yield lambda param, box: pieces.read(param.name, "master", box), []
     else:
@@ -178,25 +204,15 @@ def _source(folder: str, model):
             yield lambda param, box: _read(files, found[param.name], param, box), rest
 
 
-def _fill(worker, blocks_of, folder: str) -> None:
-    """Fill this rank's shards; raise DataError if not all numbers are finite.
-
-    blocks_of(param, its box): (box, array) of parts that cover the box. Padding stays zero.
-    """
-    ops = worker.ops
-    for flat in worker.flats:
-        for param in flat.params:
-            shard = ops.zeros(param.local_shape, ops.accum_dtype, label="buffers")
-            for box, block in blocks_of(param, param.box):
-                # A float64 that overflows float32 is not finite.
-                with np.errstate(over="ignore", invalid="ignore"):
-                    values = np.ascontiguousarray(block, dtype=ops.accum_dtype)
-                if not np.isfinite(values).all():
-                    what = f"not all numbers of {param.name} are finite in {values.dtype.name}"
-                    raise DataError(f"{folder}: {what}; give other weights")
-                ops.copy(shard[boxes.within(box, param.box)], ops.asarray(values))
-            flat.keep(param, shard)  # the data group may shard it: a rank keeps only its pieces
-        flat.copy_master_to_params()
+def _finite(folder: str, name: str, blocks, dtype):
+    """Yield the parts of a tensor as another type; raise DataError if not all are finite."""
+    for box, block in blocks:
+        with np.errstate(over="ignore", invalid="ignore"):  # a float64 may overflow float32
+            values = np.ascontiguousarray(block, dtype)
+        if not np.isfinite(values).all():
+            what = f"not all numbers of {name} are finite in {values.dtype.name}"
+            raise DataError(f"{folder}: {what}; give other weights")
+        yield box, values
 
 
 def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
@@ -208,14 +224,12 @@ def _find(files: WeightFiles, model) -> tuple[dict[str, dict], list[str]]:
     for _, param in all_params(model, (model.layers,)):
         found[param.name] = {}
         for full, needed in form.tensors(param).items():
-            options = [full, full.removeprefix(form.prefix)]
-            name = next((option for option in options if option in files.tensors), None)
-            if name is None:
-                missing.append(options[1])
-                continue
-            found[param.name][name], tensor = needed, files.tensors[name]
-            where = f"{files.where}: tensor {name} is"
-            if tensor.dtype not in NUMBERS:
+            name = full if full in files.tensors else full.removeprefix(form.prefix)
+            tensor, where = files.tensors.get(name), f"{files.where}: tensor {name} is"
+            found[param.name][name] = needed
+            if tensor is None:
+                missing.append(name)
+            elif tensor.dtype not in NUMBERS:
                 wrong.append(f"{where} {brief(tensor.dtype)}, not one of {', '.join(NUMBERS)}")
             elif tensor.shape != needed:
                 wrong.append(f"{where} {[*tensor.shape]} in the file, {[*needed]} in the model")
@@ -242,7 +256,8 @@ def _head_problems(files: WeightFiles, table: str) -> list[str]:
         return []
     blocks = boxes.row_blocks(boxes.whole_box(files.tensors[table].shape), 8)
     if files.tensors[HEAD] == files.tensors[table] and all(
-        np.array_equal(files.rows(HEAD, *rows), files.rows(table, *rows)) for rows, *_ in blocks
+        np.array_equal(files.slices[HEAD][first:last], files.slices[table][first:last])
+        for (first, last), *_ in blocks
     ):
         return []
     cure = 'write "tie_word_embeddings": false there to use this head, or remove it from the file'
@@ -253,24 +268,10 @@ def _read(files: WeightFiles, tensors: dict, param, held):
     """Yield (box, array) of the parts of a parameter's tensors in the shard `held`."""
     row = math.prod(param.shape[1:])
     for rows in boxes.row_blocks((held[0], *boxes.whole_box(param.shape)[1:]), 4):
-        first, last = rows[0]
-        parts = []
-        for name, start, stop in formats.file_slices(tensors, first * row, last * row):
-            width = math.prod(tensors[name][1:])
-            parts.append(files.rows(name, start // width, stop // width).reshape(-1))
-        block = (np.concatenate(parts) if len(parts) > 1 else parts[0]).reshape(
-            boxes.shape_of(rows)
-        )
+        parts = [
+            files.slices[name][first:last].reshape(-1)
+            for name, first, last in formats.file_rows(tensors, *(row * one for one in rows[0]))
+        ]
+        block = np.concatenate(parts).reshape(boxes.shape_of(rows))
         wanted = (rows[0], *held[1:])
         yield wanted, block[boxes.within(wanted, rows)]
-
-
-def _shape_problems(folder: str, saved, model) -> list[str]:
-    """Return tensors of a checkpoint that are missing, or differ in shape from a model's."""
-    return [
-        f"{folder}: tensor {param.name} is"
-        f" {[*saved[param.name].shape] if param.name in saved else 'missing'} in the"
-        f" checkpoint, {[*param.shape]} in the model"
-        for _, param in all_params(model, (model.layers,))
-        if param.name not in saved or saved[param.name].shape != tuple(param.shape)
-    ]

@@ -9,7 +9,6 @@ import re
 import shutil
 
 import gpt2_reference as gpt2
-import ml_dtypes
 import numpy as np
 import pytest
 from config_helpers import reading_of
@@ -282,15 +281,6 @@ def test_a_run_stands_for_its_weights_or_its_newest_checkpoint(made, tmp_path):
     shutil.rmtree(steps)
     with pytest.raises(DataError, match="it: no weights here"):
         find_source(str(run), "it")
-
-
-def test_export_rounds(made, tmp_path):
-    printed("ckpt", "export", made / "run", "--out", tmp_path / "out", "--dtype", "bfloat16")
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["torch_dtype"] == config["dtype"] == "bfloat16"
-    found = load_file(tmp_path / "out" / WEIGHTS)
-    for name, x in load_file(made / "run" / "weights" / WEIGHTS).items():
-        assert found[name].tobytes() == x.astype(ml_dtypes.bfloat16).tobytes(), name
 
 
 def test_export_beside_tokenizer_files(made, tmp_path):
