@@ -57,7 +57,6 @@ from mpipar.run.checkpoint.weight_files import safetensors_head
 from mpipar.run.files import no_links
 
 PARTIAL = re.compile(rf"{STEP_FOLDER.pattern}\.partial-[0-9a-f]+")
-TRASH = ".trash-"
 
 
 def write_new(path: Path, chunks) -> tuple[int, str]:
@@ -102,12 +101,11 @@ def sync_folder(folder: Path) -> None:
 def make_partial(folder: Path, step: int) -> Path:
     """Create the folder in which a step's checkpoint is written, and which no reader looks at.
 
-    Raises OSError.
+    The run folder, in which `folder` is, exists. Raises OSError.
     """
-    no_links.make_root(folder.parent)
     inside = no_links.folder(folder.parent, folder.name, make=True)
     sync_folder(folder.parent)
-    partial = inside / f"{step_folder_name(step)}.partial-{secrets.token_hex(4)}"
+    partial = _partial(inside / step_folder_name(step))
     partial.mkdir()
     sync_folder(inside)
     return partial
@@ -121,7 +119,7 @@ def put_in_place(partial: Path, step: int) -> None:
     folder = no_links.folder(partial.parents[1], partial.parent.name)
     final = folder / step_folder_name(step)
     if os.path.lexists(final):
-        _rename_away(final)
+        final.rename(_partial(final))
     partial.rename(final)
     sync_folder(folder)
 
@@ -130,16 +128,16 @@ def remove_outdated(folder: Path, step: int, keep: int) -> None:
     """Remove what is not needed after the commit of `step`; a failure is left for the next time.
 
     Of the checkpoints before it, the newest keep - 1 stay (keep 0: all). Folders left by killed
-    runs go, too.
+    runs go, too. A checkpoint loses its name before its files, so that none is ever half of one.
     """
     with contextlib.suppress(OSError, DataError):
         inside = no_links.folder(folder.parent, folder.name)
         earlier = [path for number, path in committed_steps(folder) if number < step]
-        left = [path for path in inside.iterdir() if PARTIAL.fullmatch(path.name)]
-        for path in left + (earlier[: max(0, len(earlier) - keep + 1)] if keep else []):
-            _rename_away(path)
-        for path in inside.glob(f"{TRASH}*"):
-            delete(path)
+        for path in earlier[: max(0, len(earlier) - keep + 1)] if keep else []:
+            path.rename(_partial(path))
+        for path in inside.iterdir():
+            if PARTIAL.fullmatch(path.name):
+                delete(path)
 
 
 def delete(path: Path) -> None:
@@ -151,9 +149,9 @@ def delete(path: Path) -> None:
         path.rmdir()
 
 
-def _rename_away(path: Path) -> None:
-    """Rename a folder before it is deleted, so that half of it never has a checkpoint's name."""
-    path.rename(path.with_name(f"{TRASH}{path.name}-{secrets.token_hex(4)}"))
+def _partial(path: Path) -> Path:
+    """Return a name of its own for a step's folder that is no checkpoint yet, or no longer."""
+    return path.with_name(f"{path.name}.partial-{secrets.token_hex(4)}")
 
 
 class Own(NamedTuple):
@@ -282,12 +280,10 @@ class Saver:
             param.name: Tensor(param.shape, worker.ops.accum_dtype.name)
             for _, param in worker.all_params
         }
-        if gathered:  # a piece written by two ranks, or none, is a defect: it must not reach a disk
-            distinct = {(piece.tensor, piece.kind, piece.box) for piece in self.pieces}
-            assert len(distinct) == len(self.pieces), "a piece is written twice"
+        if gathered:  # a piece that is not written is a defect: it must not reach a disk
             found: Counter = Counter()
-            for piece in self.pieces:
-                found[piece.tensor, piece.kind] += boxes.volume(piece.box)
+            for tensor, kind, box in {one[2:] for one in self.pieces}:
+                found[tensor, kind] += boxes.volume(box)
             needed = {
                 (param.name, kind): math.prod(param.shape)
                 for _, param in worker.all_params
@@ -314,7 +310,8 @@ class Saver:
         start = perf_counter_ns()
         self.commit()
         if self.saved != step:
-            partial, outcome = self._begin(step), Future()
+            name = self._on_rank_0("save.folder", step, lambda: self._begin(step))
+            partial, outcome = self.folder / name, Future()
             path, ops = partial / self.file, self.worker.ops
             if self.copy is not None:
                 for one, copied in zip(self.own, self.copy, strict=True):
@@ -342,70 +339,75 @@ class Saver:
             return
         start, written = perf_counter_ns(), flight.outcome.result()
         self.comm.barrier("save.written")
-        facts = gather_objects(self.mpi_world, written | {"loss_scale": flight.loss_scale})
-        problem = self._commit_files(flight, facts) if facts else ""
-        self.comm.barrier("save.committed")
-        problem = broadcast_text(self.mpi_world, problem)
-        self.worker.recorder.span("save", start)
+        facts = gather_objects(self.mpi_world, [written, flight.loss_scale])
         self.flight = None
-        if problem:
-            raise OutputError(problem)
+        self._on_rank_0("save.committed", flight.step, lambda: self._commit_files(flight, facts))
+        self.worker.recorder.span("save", start)
         self.saved = flight.step
 
-    def _begin(self, step: int) -> Path:
-        """Create the partial folder of a step; return its path, on every rank."""
+    def _on_rank_0(self, barrier: str, step: int, function: Callable[[], str]) -> str:
+        """Return on every rank what the function returns on rank 0; all raise if it fails there.
+
+        Comm: a barrier and a broadcast over the world.
+        """
         answer = ""
         if self.comm.index == 0:
             try:
-                self.ready()
-                answer = make_partial(self.folder, step).name
+                answer = function()
             except (OSError, OutputError) as error:
                 why = error.strerror if isinstance(error, OSError) else None
                 answer = f"/{why or error}"  # no folder name begins with a slash
-        self.comm.barrier("save.folder")
+        self.comm.barrier(barrier)
         answer = broadcast_text(self.mpi_world, answer)
         if answer.startswith("/"):
-            raise OutputError(self._failure(step, answer[1:]))
-        return self.folder / answer
+            raise OutputError(
+                f"{self.folder / step_folder_name(step)}: the checkpoint could not be written:"
+                f" {answer[1:]}; earlier checkpoints are unchanged"
+            )
+        return answer
 
-    def _failure(self, step, why) -> str:
-        return (
-            f"{self.folder / step_folder_name(step)}: the checkpoint could not be written:"
-            f" {why}; earlier checkpoints are unchanged"
-        )
+    def _begin(self, step: int) -> str:
+        """Return the name of the partial folder made for a step. Rank 0 only."""
+        self.ready()
+        return make_partial(self.folder, step).name
 
-    def _commit_files(self, flight: Flight, facts: list[dict]) -> str:
-        """Write the manifest and rename the folder; return why that failed, or "". Rank 0 only."""
+    def _commit_files(self, flight: Flight, facts: list) -> str:
+        """Write the manifest and rename the folder. Rank 0 only; raises OSError and OutputError.
+
+        facts: for each rank, what `write_pieces` returned and its loss scale.
+        """
         partial = flight.partial
-        scales = [Scale(**fact.pop("loss_scale")) for fact in facts]
         failed = [
-            f"rank {rank}: {fact['error']}" for rank, fact in enumerate(facts) if "error" in fact
+            f"rank {rank}: {fact['error']}"
+            for rank, (fact, _) in enumerate(facts)
+            if "error" in fact
         ]
         try:
             if not failed:
-                files = {pieces_file(rank): File(**fact) for rank, fact in enumerate(facts)}
-                first, *further = scales[:: self.worker.comms["inner"].size]
-                manifest = Manifest(
-                    step=flight.step,
-                    config=self.facts["config"],
-                    layout=self.worker.grid.layout,
-                    schedule=self.worker.schedule.name,
-                    loss_scale=first,
-                    data=self.facts["data"],
-                    tensors=self.tensors,
-                    files=files,
-                    pieces=self.pieces,
-                    further_scales=tuple(further),
-                )
+                files = {pieces_file(rank): File(**fact) for rank, (fact, _) in enumerate(facts)}
                 failed = file_problems(partial, files)  # as when hosts do not share the folder
-            if not failed:
-                write_new(partial / NAME, [manifest.text().encode()])
-                sync_folder(partial)
-                put_in_place(partial, flight.step)
-        except OSError as error:
-            failed = [error.strerror or str(error)]
-        if failed:
+            if failed:
+                raise OutputError("; ".join(failed))
+            first, *further = (
+                Scale(**scale) for _, scale in facts[:: self.worker.comms["inner"].size]
+            )
+            manifest = Manifest(
+                step=flight.step,
+                config=self.facts["config"],
+                layout=self.worker.grid.layout,
+                schedule=self.worker.schedule.name,
+                loss_scale=first,
+                data=self.facts["data"],
+                tensors=self.tensors,
+                files=files,
+                pieces=self.pieces,
+                further_scales=tuple(further),
+            )
+            write_new(partial / NAME, [manifest.text().encode()])
+            sync_folder(partial)
+            put_in_place(partial, flight.step)
+        except (OSError, OutputError):
             delete(partial)
-            return self._failure(flight.step, "; ".join(failed))
+            raise
         remove_outdated(self.folder, flight.step, self.keep)
         return ""

@@ -436,7 +436,7 @@ def test_only_files_of_checkpoints_are_deleted(victim):
     (saver,) = savers_of(workers_of(config_for(), 1), inside, keep=1)
     saver.save(1)
     (inside / "step-00000001" / "notes.txt").write_text(CONTENT)
-    for name in (".trash-2", "step-00000008.partial-2", "step-00000002"):
+    for name in ("step-00000008.partial-2", "step-00000002"):
         (inside / name).symlink_to(folder)
     saver.save(2)
     assert committed_steps(inside) == [(2, inside / "step-00000002")]

@@ -113,7 +113,7 @@ def test_the_files_are_ordinary_safetensors(tmp_path):
 def test_the_newest_stay(keep, left, tmp_path):
     """A commit also removes what others have left, and nothing else."""
     (saver,) = savers_of(workers_of(config_for(), 1), tmp_path, keep)
-    for name in ("step-00000009.partial-0a", ".trash-step-00000001-0b", "notes"):
+    for name in ("step-00000009.partial-0a", "step-00000001.partial-0b", "notes"):
         (tmp_path / name).mkdir()
     for step in (1, 2, 3, 4):
         saver.save(step)
@@ -320,7 +320,7 @@ def test_a_stray_file_is_reported_and_not_read(folder):
 
 def test_names_that_are_no_checkpoints(folder):
     parent = folder.parent
-    for name in ("step-3", "step-00000001.partial-0a", ".trash-step-00000002-0a", "step-0000000x"):
+    for name in ("step-3", "step-00000001.partial-0a", "step-0000000x"):
         (parent / name).mkdir()
     (parent / "step-00000009").write_text("")
     assert committed_steps(parent) == [(3, folder)]
