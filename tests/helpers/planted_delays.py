@@ -20,7 +20,13 @@ from mpipar.models.stage import stage_parts
 from mpipar.pipeline.instructions import lower, neighbours
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.run.trace.clock import CommonClock
-from mpipar.run.trace.trace_file import LayerOperation, RankTrace, Trace, common_facts
+from mpipar.run.trace.trace_file import (
+    LayerOperation,
+    RankTrace,
+    Trace,
+    columns_of,
+    common_facts,
+)
 
 LAYERS = ("norm1", "attn.qkv", "attn.proj", "norm2", "ffn.up", "ffn.down")
 REDUCED = ("attn.proj", "ffn.down")  # layers that end in a barrier of tp
@@ -72,6 +78,13 @@ class Run:
     seed: int = 0
 
 
+def with_operations(rank, operations):
+    """Give these operations of layers to a RankTrace, as its file would."""
+    texts = {}
+    rank.operations = columns_of(LayerOperation, operations, texts)
+    rank.texts = tuple(texts)
+
+
 class Simulator:
     """Simulates a run. `trace` is the result, `step_ms` the mean length of a step."""
 
@@ -92,6 +105,7 @@ class Simulator:
         self.free = defaultdict(float)  # of a link: when it is free again
         self.clock = [0.0] * world_size
         self.step, self.posted, self.counts = {}, {}, defaultdict(int)
+        self.operations = defaultdict(list)  # of layers, by rank
         self.ranks = []
         for rank, grid in enumerate(self.grids):
             groups = {axis: grid.group(axis) for axis in AXES} | {"world": tuple(range(world_size))}
@@ -111,6 +125,8 @@ class Simulator:
             for rank in list(running):
                 if next(running[rank], "ended") == "ended":
                     del running[rank]
+        for rank, own in self.operations.items():
+            with_operations(self.ranks[rank], own)
         meta = common_facts(
             self.schedule,
             self.stage_layers,
@@ -305,7 +321,7 @@ class Simulator:
 
     def _operation(self, rank, instr, layer, ends):
         if self.run.timed_layers:
-            self.ranks[rank].operations.append(
+            self.operations[rank].append(
                 LayerOperation(
                     layer, "matmul", *ends, self.step[rank], instr.stage, instr.mb, instr.kind
                 )

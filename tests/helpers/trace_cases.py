@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
+import planted_delays
 from planted_delays import MS, record
 
 from mpipar.comm.record import Span
@@ -91,24 +92,17 @@ def busy_trace(ranks=8, barriers=320, seed=0):
 def with_operations(made):
     """The trace, each of its passes filled by three operations of one length."""
     for rank in made.ranks:
+        found = []
         for one in rank.spans:
             if one.kind not in ("F", "B", "I", "W"):
                 continue
             third = (one.end_ns - one.start_ns) // 3
-            phase = "I" if one.kind == "B" else one.kind
-            rank.operations += [
-                LayerOperation(
-                    f"block{part}.ffn.down",
-                    "matmul",
-                    one.start_ns + part * third,
-                    one.start_ns + (part + 1) * third,
-                    one.step,
-                    one.stage,
-                    one.mb,
-                    phase,
-                )
-                for part in range(3)
-            ]
+            where = one.step, one.stage, one.mb, "I" if one.kind == "B" else one.kind
+            for part in range(3):
+                begin = one.start_ns + part * third
+                name = f"block{part}.ffn.down"
+                found.append(LayerOperation(name, "matmul", begin, begin + third, *where))
+        planted_delays.with_operations(rank, found)
     return made
 
 

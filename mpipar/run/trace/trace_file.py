@@ -15,6 +15,7 @@ import json
 import math
 import os
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,7 +65,8 @@ class RankTrace:
     place: {axis: coordinate}. groups: {axis: world ranks}. steps: [(step, start, end)]. cores: the
     cores of its host that it may run on. complete: false if it failed in the last step. recording:
     the same text in all files that one run wrote of the same steps. texts, rows: of its file, the
-    texts that rows refer to, and the number of rows of each kind.
+    texts that rows refer to, and the number of rows of each kind. operations: a row of the array
+    for each field of LayerOperation, because there are very many.
     """
 
     recording: str
@@ -76,7 +78,7 @@ class RankTrace:
     steps: tuple[tuple[int, int, int], ...]
     records: list[Record] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
-    operations: list[LayerOperation] = field(default_factory=list)
+    operations: np.ndarray = field(default_factory=lambda: columns_of(LayerOperation, [], {}))
     complete: bool = True
     cores: tuple[int, ...] = ()
     texts: tuple[str, ...] = ()
@@ -89,6 +91,10 @@ class RankTrace:
     @property
     def end(self) -> int:
         return self.steps[-1][2]
+
+    def timed_operations(self) -> Iterator[LayerOperation]:
+        """Return the operations of layers one by one, with their texts."""
+        return map(LayerOperation, *_values(LayerOperation, self.operations, self.texts))
 
 
 @dataclass(frozen=True)
@@ -230,7 +236,7 @@ def write_rank(folder: Path, head: dict, *rows: list) -> None:
     for each of KINDS.
     """
     texts: dict[str, int] = {}
-    tables = [_numbers(kind, own, texts) for kind, own in zip(KINDS.values(), rows, strict=True)]
+    tables = [columns_of(kind, own, texts) for kind, own in zip(KINDS.values(), rows, strict=True)]
     head = {
         "mpipar_trace": SCHEMA,
         **head,
@@ -246,8 +252,11 @@ def _is_number(kind, name: str) -> bool:
     return get_type_hints(kind)[name] is int
 
 
-def _numbers(kind, rows: list, texts: dict[str, int]) -> np.ndarray:
-    """Return the columns of some rows. texts: {text: its number}, to which theirs are added."""
+def columns_of(kind, rows: list, texts: dict[str, int]) -> np.ndarray:
+    """Return rows as whole numbers, column by column.
+
+    texts: {text: its number}, to which those of the rows are added.
+    """
     found = np.empty((len(kind._fields), len(rows)), "<i8")
     for name, numbers, column in zip(
         kind._fields, found, zip(*rows, strict=True), strict=bool(rows)
@@ -258,6 +267,14 @@ def _numbers(kind, rows: list, texts: dict[str, int]) -> np.ndarray:
             else [texts.setdefault(str(one), len(texts)) for one in column]
         )
     return found
+
+
+def _values(kind, columns, texts: Sequence[str]) -> list[list]:
+    """Return the columns of a table as lists of numbers and texts."""
+    return [
+        column.tolist() if _is_number(kind, name) else [texts[one] for one in column.tolist()]
+        for name, column in zip(kind._fields, columns, strict=True)
+    ]
 
 
 def write_meta(folder: Path, meta: dict) -> None:
@@ -281,13 +298,8 @@ def read(folder: str | Path) -> Trace:
         if len({tuple(step for step, *_ in rank.steps) for rank, _ in read}) > 1:
             raise DataError(f"{folder}: its ranks have different steps: {MIXED}; {HOW_TO}")
         first = min(facts.clock.common_ns(rank.world_rank, rank.start) for rank, _ in read)
-        gc.disable()  # it would visit all rows again and again, here and later
-        try:
-            for rank, numbers in read:
-                _fill(rank, numbers, facts.clock, first)
-        finally:
-            gc.freeze()
-            gc.enable()
+        for rank, numbers in read:
+            _fill(rank, numbers, facts.clock, first)
     with problems_as(DataError, str(folder / METRICS)):
         metrics, _ = read_lines(folder, METRICS)
     return Trace(folder, meta, [rank for rank, _ in read], facts.clock, metrics)
@@ -323,27 +335,30 @@ def _built(kind, value, path: Path):
 
 def _fill(trace: RankTrace, numbers: bytes, clock: CommonClock, first: int) -> None:
     """Add the rows of its file to a rank's trace, in common time since `first`."""
-    table = np.frombuffer(numbers, "<i8")
+    rows = np.frombuffer(numbers, "<i8")
 
     def since(local_ns):
         return clock.common_ns(trace.world_rank, local_ns) - first
 
-    def values(kind, name: str, column: np.ndarray):
-        if not _is_number(kind, name):
-            if column.min(initial=0) < 0:
-                raise IndexError(name)
-            return map(trace.texts.__getitem__, column.tolist())
-        return (since(column) if name.endswith("_ns") else column).tolist()
-
     for (name, kind), count in zip(KINDS.items(), trace.rows, strict=True):
-        own, table = np.split(table, [count * len(kind._fields)])
-        columns = dict(zip(kind._fields, own.reshape(len(kind._fields), count), strict=True))
+        own, rows = np.split(rows, [count * len(kind._fields)])
+        own = own.reshape(-1, count).copy()
+        columns = dict(zip(kind._fields, own, strict=True))
         if kind is Record:  # a rank may have failed in one, or before its wait
-            failed, waited = columns["done_ns"] == 0, columns["waited_ns"]
-            columns["waited_ns"] = np.where(failed & (waited == 0), trace.end, waited)
-            columns["done_ns"] = np.where(failed, trace.end, columns["done_ns"])
-        found = (values(kind, one, column) for one, column in columns.items())
-        getattr(trace, name).extend(map(kind, *found))
+            waited, done = columns["waited_ns"], columns["done_ns"]
+            waited[(done == 0) & (waited == 0)] = trace.end
+            done[done == 0] = trace.end
+        for each, column in columns.items():
+            if each.endswith("_ns"):
+                column[:] = since(column)
+            elif not _is_number(kind, each) and not (
+                column.min(initial=0) >= 0 and column.max(initial=-1) < len(trace.texts)
+            ):
+                raise IndexError(each)
+        if kind is LayerOperation:
+            trace.operations = own
+        else:
+            getattr(trace, name).extend(map(kind, *_values(kind, own, trace.texts)))
     trace.steps = tuple((step, int(since(one)), int(since(end))) for step, one, end in trace.steps)
 
 
@@ -351,8 +366,10 @@ def _fill(trace: RankTrace, numbers: bytes, clock: CommonClock, first: int) -> N
 def contradictions_are_data_errors(*folders: str | Path):
     """Raise DataError if these traces, each line of which is valid, contradict themselves.
 
-    Times and partners of calls are not checked against each other while they are read.
+    Times and partners of calls are not checked against each other while they are read. Until then
+    no garbage is collected: there are very many rows, and all of them stay.
     """
+    gc.disable()
     try:
         yield
     except (
@@ -369,3 +386,5 @@ def contradictions_are_data_errors(*folders: str | Path):
             f"{' or '.join(map(str, folders))}: a trace that contradicts itself:"
             f" {type(error).__name__} {brief(str(error))}; {HOW_TO}"
         ) from error
+    finally:
+        gc.enable()

@@ -1,6 +1,5 @@
 """All conclusions from a trace, computed once for all views."""
 
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -88,15 +87,10 @@ def cause_cells(analysis: Analysis, most: int) -> list[tuple]:
     rows = [("cause", "ms", "share", "waiting", "at")]
     for cause, cost in list(analysis.costs.items())[:most]:
         if cost.wait_ns >= LEAST_SHARE * total:
-            ms, rank = cost.wait_ns * 1e-6 / analysis.trace.num_steps, max_of(cost.by_rank)
-            share, at = cost.wait_ns / total, " ".join(max_of(cost.by_barrier))
-            rows.append((cause.text(), f"{ms:.2f}", f"{share:.0%}", f"rank {rank}", at))
+            ms, share = cost.wait_ns * 1e-6 / analysis.trace.num_steps, cost.wait_ns / total
+            at = f"rank {cost.rank}", " ".join(cost.barrier)
+            rows.append((cause.text(), f"{ms:.2f}", f"{share:.0%}", *at))
     return rows
-
-
-def max_of(counts: Counter):
-    """Return what has the largest count."""
-    return counts.most_common(1)[0][0]
 
 
 def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
@@ -125,7 +119,7 @@ def barrier_cells(analysis: Analysis) -> list[tuple[str, ...]]:
                 f"{wait_ms:.2f}",
                 f"{transfer_ms:.2f}",
                 "".join(f"rank {rank} {times}x" for rank, times in entry.last.most_common(1)),
-                max_of(entry.sites).replace("mpipar/", ""),
+                entry.sites.most_common(1)[0][0].replace("mpipar/", ""),
             )
         )
     return rows

@@ -11,14 +11,15 @@ compared by call path.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left, bisect_right
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from mpipar.comm.record import PASSES, Families
-from mpipar.run.trace.trace_file import Trace
+from mpipar.run.trace.trace_file import RankTrace, Trace
 from mpipar.study.trace.segments import Segment
 from mpipar.study.trace.waits import Call, Event, Waits
 
@@ -33,6 +34,7 @@ WORDS = {
     "save": "checkpoint save",
     "gc": "garbage collection",
     "other": "between spans (Python, posting, logging)",
+    "outside": "outside the traced steps",
 }
 
 
@@ -53,67 +55,60 @@ class Cause(NamedTuple):
         return f"rank {self.ranks[0]}: {self.what}"
 
 
-@dataclass
-class Cost:
-    """How long others waited for a cause: in total, by waiting rank, and by barrier."""
-
-    wait_ns: float = 0
-    by_rank: Counter = field(default_factory=Counter)
-    by_barrier: Counter = field(default_factory=Counter)
+WAITING = Cause("waiting", (), "")  # of time that is charged to the causes of the waits in it
+FAR = 2**62  # ns; nothing is traced before its negative or after it
 
 
-class Work:
-    """What a rank did in a stretch of time.
+class Cost(NamedTuple):
+    """How long others waited for a cause. rank, barrier: where they waited longest."""
 
-    parts: {kind: {detail: {cause: nanoseconds}}}; those with the same kind and detail are
-    comparable between ranks. totals: the nanoseconds by kind.
+    wait_ns: float
+    rank: int
+    barrier: tuple[str, str]
+
+
+class Comparison:
+    """What more one rank did than another, if their work is written in nanoseconds by cause.
+
+    An array of work has two entries for each cause: what the rank did itself, and what it waited
+    for. Causes of the same kind and words are the same work, as both directions of a link; similar
+    work differs in numbers, as another stage's layer. kinds, words, families: arrays of the number
+    of each entry's kind, of its words, and of the family of each of these words.
     """
 
-    def __init__(self):
-        self.parts: dict[str, dict] = defaultdict(lambda: defaultdict(dict))
-        self.totals: Counter = Counter()
+    def __init__(self, causes: list[Cause]):
+        known = Families()
+        doing = [(one.kind, one.what, known[one.what]) for one in causes]
+        waiting = [("waiting", (one.kind, one.what), (one.kind, one.what)) for one in causes]
+        entries = doing + waiting
+        self.kinds, _ = _numbered(kind for kind, *_ in entries)
+        self.words, different = _numbered(entries)
+        self.families, _ = _numbered((kind, family) for kind, _, family in different)
 
-    def add(self, kind: str, detail: str, cause: Cause, length: float) -> None:
-        """Add nanoseconds that the rank spent for a cause."""
-        part = self.parts[kind][detail]
-        part[cause] = part.get(cause, 0) + length
-        self.totals[kind] += length
+    def more(self, theirs: np.ndarray, own: np.ndarray, length: float) -> np.ndarray:
+        """Return what exceeds `own` by entry, scaled to `length` in total.
 
-    def more_than(self, other: Work, length: float) -> dict[Cause, float]:
-        """Return {cause: nanoseconds} of what exceeds `other`, scaled to `length` in total."""
-        extra = self.totals - other.totals  # of kinds of which there is more
-        scale = length / max(sum(extra.values()), 1e-9)
-        found: dict[Cause, float] = defaultdict(float)
-        for kind, time in extra.items():
-            parts = self._differences(other, kind)
-            share = time * scale / sum(parts.values())
-            for cause, part in parts.items():
-                found[cause] += share * part
-        return found
-
-    def _differences(self, other: Work, kind: str) -> dict[Cause, float]:
-        """Return {cause: nanoseconds by which the same or similar work is exceeded}.
-
-        If there are more parts, though none is longer than its counterpart, all of them.
+        Only the kinds of which there is more. If there are more parts, though none is longer than
+        its counterpart, all of them count.
         """
-        found, whole = {}, {}
-        for detail, causes in self.parts[kind].items():
-            same = _by_words(other.parts[kind][detail])
-            like = sum(same.values()) / max(len(same), 1)  # such as another stage's layer
-            here = _by_words(causes)  # causes that do the same, such as both directions of a link
-            for cause, time in causes.items():
-                usual = same.get(cause.what, like) * time / max(here[cause.what], 1)
-                whole[cause] = whole.get(cause, 0) + time
-                if time > usual:
-                    found[cause] = time - usual
-        return found or whole
+        here, same = (np.bincount(self.words, work) for work in (theirs, own))
+        like = np.bincount(self.families, same) / np.maximum(
+            np.bincount(self.families, same > 0), 1
+        )
+        usual = np.where(same > 0, same, like[self.families])
+        longer = theirs - usual[self.words] * theirs / np.maximum(here, 1)[self.words]
+        longer = np.maximum(longer, 0)
+        longer = np.where(np.bincount(self.kinds, longer)[self.kinds] > 0, longer, theirs)
+        extra = np.maximum(np.bincount(self.kinds, theirs - own), 0)
+        share = extra * (length / max(extra.sum(), 1e-9))
+        share /= np.maximum(np.bincount(self.kinds, longer), 1e-9)
+        return share[self.kinds] * longer
 
 
-def _by_words(causes: dict[Cause, float]) -> dict[str, float]:
-    sums: dict[str, float] = {}
-    for cause, time in causes.items():
-        sums[cause.what] = sums.get(cause.what, 0) + time
-    return sums
+def _numbered(values: Iterable) -> tuple[np.ndarray, list]:
+    """Return the number of each of some values, and the different ones in the order of numbers."""
+    numbers: dict = {}
+    return np.array([numbers.setdefault(one, len(numbers)) for one in values]), list(numbers)
 
 
 class Meetings:
@@ -160,38 +155,61 @@ def _meetings_of(event: Event) -> list[tuple[tuple[int, ...], int]]:
 
 
 class Causes:
-    """The causes of all waits of a trace."""
+    """The causes of all waits of a trace.
+
+    parts: by the id of a call that waits, the numbers of the causes of its wait, and nanoseconds.
+    pieces: by rank, the moments at which it began to do something else, and the causes' numbers.
+    waiting: by rank, the moments at which its waits begin, and the segments.
+    """
 
     def __init__(self, trace: Trace, waits: Waits, segments: list[list[Segment]]):
-        self.ranks, self.waits, self.segments = trace.ranks, waits, segments
-        self.starts = [[segment.start for segment in own] for own in segments]
-        self.operations = [[one.start_ns for one in rank.operations] for rank in trace.ranks]
+        self.ranks, self.waits = trace.ranks, waits
         self.meetings, self.families = Meetings(waits), Families()
-        self.parts: dict[int, dict[Cause, float]] = {}  # by the id of a call
-        self.computing: dict[tuple, tuple] = {}
-        self.latest: tuple = (), Work()
-        waiting = [call for own in waits.calls for call in own if call.wait_ns]
+        self.parts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.numbers: dict[Cause, int] = {WAITING: 0}
+        self.pieces = [self._pieces(*both) for both in zip(trace.ranks, segments, strict=True)]
+        self.waiting = []
+        for own in segments:
+            waiting = [segment for segment in own if segment.kind == "wait"]
+            self.waiting.append(([segment.start for segment in waiting], waiting))
+        self.causes = list(self.numbers)
+        self.comparison = Comparison(self.causes)
+        self.latest: tuple = (), None
         # A wait is explained by waits that ended before it.
-        for call in sorted(waiting, key=lambda call: call.record.waited_ns + call.wait_ns):
+        calls = [call for own in waits.calls for call in own if call.wait_ns]
+        for call in sorted(calls, key=lambda call: call.record.waited_ns + call.wait_ns):
             self._explain(call)
 
     def costs(self) -> dict[Cause, Cost]:
         """Return every cause with its cost, the largest first."""
-        found: dict[Cause, Cost] = defaultdict(Cost)
-        for call in itertools.chain.from_iterable(self.waits.calls):
-            barrier = call.record.axis, self.families[call.record.name]
-            for cause, length in self.parts.get(id(call), {}).items():
-                cost = found[cause]
-                cost.wait_ns += length
-                cost.by_rank[call.rank] += length
-                cost.by_barrier[barrier] += length
-        order = sorted(found, key=lambda cause: -found[cause].wait_ns)
-        return {cause: found[cause] for cause in order}
+        calls = [call for own in self.waits.calls for call in own if id(call) in self.parts]
+        parts = [self.parts[id(call)] for call in calls]
+        if not parts:
+            return {}
+        sizes = [len(numbers) for numbers, _ in parts]
+        numbers, times = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        barriers, names = _numbered(
+            (call.record.axis, self.families[call.record.name]) for call in calls
+        )
+
+        def sums(places) -> np.ndarray:
+            """Return the nanoseconds by cause and place. places: the one of each call."""
+            found = np.zeros((len(self.causes), max(places) + 1))
+            np.add.at(found, (numbers, np.repeat(places, sizes)), times)
+            return found
+
+        by_rank, by_barrier = sums([call.rank for call in calls]), sums(barriers)
+        wait_ns, ranks, places = by_rank.sum(1), by_rank.argmax(1), by_barrier.argmax(1)
+        return {
+            self.causes[one]: Cost(float(wait_ns[one]), int(ranks[one]), names[places[one]])
+            for one in np.argsort(-wait_ns, kind="stable")
+            if wait_ns[one]
+        }
 
     def reason(self, call: Call) -> str:
         """Return in words what most of a call's wait is charged to."""
-        parts = self.parts[id(call)]
-        return max(parts, key=parts.__getitem__).text()
+        numbers, times = self.parts[id(call)]
+        return self.causes[numbers[times.argmax()]].text()
 
     def _explain(self, call: Call) -> None:
         """Fill `parts` of a call that waits."""
@@ -205,74 +223,84 @@ class Causes:
         )
         if self.latest[0] != (late, begin, end):  # the same for all that wait in one collective
             self.latest = (late, begin, end), self.work(late, begin, end)
-        theirs, own = self.latest[1], self.work(call.rank, begin, start)
-        self.parts[id(call)] = theirs.more_than(own, call.wait_ns)
+        own = self.work(call.rank, begin, start)
+        doing, waiting = self.comparison.more(self.latest[1], own, call.wait_ns).reshape(2, -1)
+        total = doing + waiting
+        self.parts[id(call)] = (found := np.flatnonzero(total)), total[found]
 
-    def _within(self, rank: int, start: int, end: int) -> list[Segment]:
-        """Return the rank's segments between two moments, cut there."""
-        own, first = self.segments[rank], bisect_right(self.starts[rank], start) - 1
-        found = []
-        for place in range(max(0, first), len(own)):
-            segment = own[place]
-            if segment.start >= end:
-                break
-            if segment.start < start or segment.end > end:
-                low, high = max(start, segment.start), min(end, segment.end)
-                segment = segment._replace(start=low, end=high)
-            if segment.end > segment.start:
-                found.append(segment)
-        return found
-
-    def work(self, rank: int, start: int, end: int) -> Work:
-        """Return what a rank did between two moments."""
-        work, left = Work(), end - start
-        passes: dict[tuple, dict] = defaultdict(lambda: defaultdict(int))
-        for segment in self._within(rank, start, end):
-            left -= segment.length
-            kind, call, span = segment.kind, segment.call, segment.span
-            if kind == "wait":
-                for cause, length in self.parts.get(id(call), {}).items():
-                    share = segment.length / call.wait_ns
-                    work.add("waiting", (cause.kind, cause.what), cause, length * share)
-            elif kind == "transfer" and (span is None or span.kind != "save"):
-                ranks = call.event.ranks if call.event else (rank,)
-                what = f"transfer of {self.families[call.record.name]} ({call.record.axis})"
-                work.add(kind, what, Cause(kind, ranks, what), segment.length)
-            elif kind in PASSES:
-                self._passing(rank, segment, passes[kind, span.stage])
-            else:
-                kind = "save" if kind == "transfer" else kind
-                work.add(kind, "", Cause(kind, (rank,), WORDS[kind]), segment.length)
-        for (kind, stage), layers in passes.items():
-            for layer, length in layers.items():
-                work.add("compute", *self._computing(rank, kind, stage, layer), length)
-        if left > 0:  # before its first or after its last traced step
-            work.add("outside", "", Cause("outside", (rank,), "outside the traced steps"), left)
+    def work(self, rank: int, start: int, end: int) -> np.ndarray:
+        """Return what a rank did between two moments, as an array for `Comparison`."""
+        edges, causes = self.pieces[rank]
+        first, last = edges.searchsorted((start, end), "right")
+        cut = edges[first - 1 : last + 1].copy()
+        cut[0], cut[-1] = start, end
+        work = np.bincount(causes[first - 1 : last], cut[1:] - cut[:-1], 2 * len(self.causes))
+        work[0] = 0
+        starts, segments = self.waiting[rank]
+        for place in range(max(0, bisect_right(starts, start) - 1), bisect_left(starts, end)):
+            segment, call = segments[place], segments[place].call
+            length = min(segment.end, end) - max(segment.start, start)
+            if length > 0 and id(call) in self.parts:
+                numbers, times = self.parts[id(call)]
+                work[numbers + len(self.causes)] += times * (length / call.wait_ns)
         return work
 
-    def _passing(self, rank: int, segment: Segment, layers: dict[str, int]) -> None:
-        """Add a piece of a pass to {layer: nanoseconds}, if the trace timed operations of layers.
+    def _pieces(self, rank: RankTrace, segments: list[Segment]) -> tuple[np.ndarray, np.ndarray]:
+        """Return when the cause of what a rank does changes, and the causes' numbers.
 
-        Time between two operations belongs to the layer of the second.
+        In a pass it is the layer if operations were timed. Time between two operations belongs to
+        the layer of the second.
         """
-        starts, operations = self.operations[rank], self.ranks[rank].operations
-        now, last = segment.start, segment.end
-        first = max(0, bisect_right(starts, now) - 1)
-        for place in range(first, bisect_left(starts, segment.span.end_ns)):
-            layer, _, _, end, *_ = operations[place]
-            until = min(end, last)
-            if until > now:
-                layers[layer] += until - now
-                now = until
-            if now == last:
-                return
-        layers[""] += last - now
+        starts = np.array([segment.start for segment in segments])
+        until = np.array([seg.span.end_ns if seg.kind in PASSES else -1 for seg in segments])
+        doing, known = _numbered(map(_what, segments))
+        layers, _, begins, ends, *_ = rank.operations
+        layers, begins = np.append(layers, 0), np.append(begins, FAR)
+        ends = np.maximum.accumulate(ends)
+        edges = np.sort(np.concatenate((starts, ends)), kind="stable")
+        edges = edges[(edges >= rank.start) & (edges < rank.end)]
+        segment, following = (
+            starts.searchsorted(edges, "right") - 1,
+            ends.searchsorted(edges, "right"),
+        )
+        layer = np.where(begins[following] < until[segment], layers[following] + 1, 0)
+        texts = "", *rank.texts
+        pairs = doing[segment] * len(texts) + layer
+        numbers = np.zeros(len(known) * len(texts), int)
+        for pair in np.flatnonzero(np.bincount(pairs)):
+            what, text = known[pair // len(texts)], texts[pair % len(texts)]
+            numbers[pair] = self._number(rank.world_rank, what, text)
+        outside = self._number(rank.world_rank, ("outside",), "")
+        return (
+            np.concatenate(([-FAR], edges, [rank.end, FAR])),
+            np.concatenate(([outside], numbers[pairs], [outside])),
+        )
 
-    def _computing(self, rank: int, kind: str, stage: int, layer: str) -> tuple:
-        """Return by what a layer's part of a pass is comparable, and its cause."""
-        key = rank, kind, stage, layer
-        if key not in self.computing:
-            what = f"{WORDS[kind]} of stage {stage}" + (f", {layer}" if layer else "")
-            detail = kind, self.families[layer]
-            self.computing[key] = detail, Cause("compute", (rank,), what)
-        return self.computing[key]
+    def _number(self, rank: int, doing: tuple, layer: str) -> int:
+        """Return the number of the cause of what `_what` says."""
+        kind, *more = doing
+        if kind in PASSES:
+            what = f"{WORDS[kind]} of stage {more[0]}" + (f", {layer}" if layer else "")
+            cause = Cause("compute", (rank,), what)
+        elif kind == "transfer":
+            axis, name, ranks = more
+            what = f"transfer of {self.families[name]} ({axis})"
+            cause = Cause(kind, ranks or (rank,), what)
+        elif kind == "wait":
+            cause = WAITING
+        else:
+            cause = Cause(kind, (rank,), WORDS[kind])
+        return self.numbers.setdefault(cause, len(self.numbers))
+
+
+def _what(segment: Segment) -> tuple:
+    """Return what all segments of a rank with the same cause have in common."""
+    kind, call, span = segment.kind, segment.call, segment.span
+    if kind in PASSES:
+        return kind, span.stage
+    if kind != "transfer":
+        return (kind,)
+    if span is not None and span.kind == "save":
+        return ("save",)
+    record = call.record
+    return kind, record.axis, record.name, call.event and call.event.ranks

@@ -125,7 +125,7 @@ def timeline_data(analysis: Analysis, kept_steps: set[int]) -> dict:
                 index("layers", one.layer),
                 index("functions", one.function),
             ]
-            for one in rank.operations
+            for one in rank.timed_operations()
             if one.step in kept_steps
         ]
         ranks.append(
@@ -150,8 +150,8 @@ def shown_steps(analysis: Analysis) -> tuple[set[int], list[str]]:
     """Return the steps that the page shows, the first alone of a large trace, and remarks on it."""
     trace = analysis.trace
     steps = [step for step, *_ in trace.ranks[0].steps]
-    rows = (rank.spans + rank.operations + rank.records for rank in trace.ranks)
-    if sum(map(len, rows)) <= MOST_SLICES:
+    rows = ((rank.spans, rank.records, *rank.operations[:1]) for rank in trace.ranks)
+    if sum(sum(map(len, own)) for own in rows) <= MOST_SLICES:
         return set(steps), []
     return {steps[0]}, [f"a large trace: step {steps[0]} of {counted(len(steps), 'step')} is shown"]
 

@@ -42,7 +42,7 @@ def events(trace: Trace, waits: Waits) -> list[dict]:
             if one.kind in BUSY:
                 name = f"{one.stage}{one.kind}{one.mb}" if one.mb >= 0 else one.kind
                 found.append(_computing(pid, name, one))
-        for one in rank.operations:
+        for one in rank.timed_operations():
             name = f"{one.layer} {one.function}".strip()
             found.append(_computing(pid, name, one, phase=one.phase))
     for call in itertools.chain.from_iterable(waits.calls):

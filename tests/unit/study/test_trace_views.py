@@ -231,7 +231,7 @@ def test_a_stage_is_named_if_both_runs_have_it():
 
 def test_the_work_grows_as_the_steps(monkeypatch):
     """Counted: the pieces of time that items and causes look at, for 10 and for 40 steps."""
-    looks, within = [], causes.Causes._within
+    looks, work = [], causes.Causes.work
 
     class Counted(list):
         def __iter__(self):
@@ -239,12 +239,12 @@ def test_the_work_grows_as_the_steps(monkeypatch):
                 looks.append(one)
                 yield one
 
-    def pieces(*words):
-        found = within(*words)
-        looks.extend(found)
-        return found
+    def pieces(self, rank, start, end):
+        edges, _ = self.pieces[rank]
+        looks.extend(edges[(start <= edges) & (edges < end)])
+        return work(self, rank, start, end)
 
-    monkeypatch.setattr(causes.Causes, "_within", pieces)
+    monkeypatch.setattr(causes.Causes, "work", pieces)
     counts = []
     for steps in (10, 40):
         analysis = simulated(steps=steps)

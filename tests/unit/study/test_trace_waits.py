@@ -158,7 +158,7 @@ def test_a_wait_that_was_handed_on_is_charged_to_where_the_time_went():
     }
     worst = next(iter(costs))
     assert worst.ranks == (2,)
-    assert costs[worst].by_rank == {0: 55 * MS, 1: 55 * MS}
+    assert (costs[worst].rank, costs[worst].barrier) == (0, ("tp", "b"))
 
 
 def test_totals_add_up_and_say_who_was_last():
