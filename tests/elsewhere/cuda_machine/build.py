@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -77,7 +78,6 @@ class Machine:
         self.python = folder / "venv" / "bin" / "python"
         self.libraries = folder / "lib"
         self.device = folder / "device"
-        self.scratch = folder / "scratch"
         # Kernels that do nothing must not get among those that do.
         kind = "kernels" if os.environ.get("CUDA_MACHINE_NULL", "0") == "0" else "null"
         made_of = digest(SHIM, HERE / "device", HERE / "nvrtc.cpp", HERE / "build.py")
@@ -90,7 +90,6 @@ class Machine:
             "LD_LIBRARY_PATH": str(self.libraries),
             "LD_PRELOAD": str(self.libraries / "libcudart.so.13"),
             "CUDA_MACHINE_DEVICE": str(self.device),
-            "CUDA_MACHINE_SCRATCH": str(self.scratch),
             "CUDA_MACHINE_COMPILER": COMPILER,
             "CUPY_ACCELERATORS": "",  # CUB needs NVIDIA's compiler
             "CUPY_CACHE_DIR": str(self.kernels),
@@ -100,16 +99,18 @@ class Machine:
 
     def build(self) -> None:
         """Make what is missing or out of date."""
-        for folder in (self.libraries, self.scratch, self.kernels, self.folder / "shim"):
+        for folder in (self.libraries, self.kernels, self.folder / "shim"):
             folder.mkdir(parents=True, exist_ok=True)
         environment = f"{CUPY} {PACKAGES} {ROOT} {digest(ROOT / 'setup.cfg')}"
         self._once("environment", environment, self._make_environment)
+        headers = f"{environment} {COMPILER} {digest(SHIM, HERE / 'device', HERE / 'image.h')}"
         runtime = f"{environment} {digest(HERE / 'cythonize.py')}"
-        self._once("CuPy's runtime module", runtime, self._make_runtime)
         sources = digest(*HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "site")
-        self._once("libraries", f"{runtime} {sources}", self._make_libraries)
-        headers = digest(SHIM, HERE / "device", HERE / "image.h")
-        self._once("device headers", f"{environment} {COMPILER} {headers}", self._make_headers)
+        with ThreadPoolExecutor() as pool:  # a compiler takes one core, a download none
+            beside = pool.submit(self._once, "device headers", headers, self._make_headers)
+            self._once("CuPy's runtime module", runtime, self._make_runtime)
+            self._once("libraries", f"{runtime} {sources}", self._make_libraries)
+            beside.result()
 
     def _once(self, name: str, made_of: str, make) -> None:
         stamp = self.folder / f"{name}.made-of"
@@ -178,21 +179,16 @@ class Machine:
         return self._site() / "nvidia" / "cu13" / "include"
 
     def _make_libraries(self) -> None:
-        sources = [HERE / f"{name}.cpp" for name in SOURCES]
         stubs = self.libraries / "stubs.cpp"
         stubs.write_text(self._stubs())
+        with ThreadPoolExecutor() as pool:
+            objects = list(pool.map(self._object, [HERE / f"{name}.cpp" for name in SOURCES]))
         library = self.libraries / "libmachine.so"
         run(
             "g++",
-            "-std=c++20",
-            "-O2",
-            "-Wall",
             "-shared",
             "-fPIC",
-            "-fvisibility=hidden",
-            f"-I{self._cuda_headers()}",
-            f"-I{HERE / 'include'}",
-            *sources,
+            *objects,
             stubs,
             "-o",
             library,
@@ -204,6 +200,25 @@ class Machine:
             (self.libraries / name).unlink(missing_ok=True)
             (self.libraries / name).symlink_to(library.name)
         shutil.copytree(HERE / "site", self._site(), dirs_exist_ok=True)
+
+    def _object(self, source: Path) -> Path:
+        """Compile one source of the libraries."""
+        made = self.libraries / f"{source.stem}.o"
+        run(
+            "g++",
+            "-std=c++20",
+            "-O2",
+            "-Wall",
+            "-fPIC",
+            "-fvisibility=hidden",
+            f"-I{self._cuda_headers()}",
+            f"-I{HERE / 'include'}",
+            "-c",
+            source,
+            "-o",
+            made,
+        )
+        return made
 
     def _stubs(self) -> str:
         """Return weak functions that say their name and fail, for all that CuPy may ask."""

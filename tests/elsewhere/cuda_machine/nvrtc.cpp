@@ -2,6 +2,8 @@
 //
 // A source without barriers, votes, shuffles and shared memory runs as plain loops over its threads;
 // any other as the fibers of tests/helpers/cuda_shim. CuPy keeps what it gets in its own cache on disk.
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <fstream>
@@ -74,39 +76,49 @@ static std::string taken_over(const Texts &options) {
     return taken;
 }
 
+// A file that one process holds at a time.
+struct Lock {
+    int file;
+    explicit Lock(const std::string &path) : file(open(path.c_str(), O_CREAT | O_RDWR, 0600)) {
+        flock(file, LOCK_EX);
+    }
+    ~Lock() { close(file); }
+};
+
 // Compiles into the program's image; returns whether that went well.
+//
+// All ranks ask for the same kernels at the same time: the first compiles, the others read.
 static bool compile(Program &program, const Texts &options) {
     std::string device = getenv("CUDA_MACHINE_DEVICE");
-    std::string folder = std::string(getenv("CUDA_MACHINE_SCRATCH")) + "/XXXXXX";
-    if (!mkdtemp(folder.data())) return false;
     std::string source = without_ptx(program.source);
     Texts names = program.names.empty() ? kernels_in(source) : program.names;
     bool meet = has_threads_that_meet(source), of_cupy = has(source, "#include <cupy/complex.cuh>");
     for (auto &one : options) of_cupy &= one.rfind("-D", 0) != 0;  // the prelude knows no macros
-    {
-        std::ofstream out(folder + "/kernel.cpp");
-        out << "#include \"" << (of_cupy ? "prelude.h" : "device.h") << "\"\n" << source;
-        out << "\n#line 1 \"list of kernels\"\nextern \"C\" "
-            << "__attribute__((visibility(\"default\"))) const machine_kernel *machine_kernels() {\n"
-            << "static const machine_kernel all[] = {\n";
-        for (auto &one : names) out << "machine_entry<&" << one << ">(\"" << one << "\"),\n";
-        out << "{}};\nreturn all; }\n";
-    }
-    std::string made = folder + "/kernel.so", log = folder + "/log";
-    std::string prelude = device + (meet ? "/fibers" : "/loops");
+    std::stringstream code;
+    code << "#include \"" << (of_cupy ? "prelude.h" : "device.h") << "\"\n" << source;
+    code << "\n#line 1 \"list of kernels\"\nextern \"C\" "
+         << "__attribute__((visibility(\"default\"))) const machine_kernel *machine_kernels() {\n"
+         << "static const machine_kernel all[] = {\n";
+    for (auto &one : names) code << "machine_entry<&" << one << ">(\"" << one << "\"),\n";
+    code << "{}};\nreturn all; }\n";
     std::string command = std::string(getenv("CUDA_MACHINE_COMPILER")) +
-                          (meet ? "" : " -DMACHINE_LOOPS") + " -shared -I'" + prelude + "' -I'" +
-                          device + "'" + taken_over(options) + " '" + folder + "/kernel.cpp' -o '" +
-                          made + "' 2> '" + log + "'";
-    bool well = system(command.c_str()) == 0;
-    program.log = read(log);
-    std::string library = well ? read(made) : "";
+                          (meet ? "" : " -DMACHINE_LOOPS") + " -shared -I'" + device +
+                          (meet ? "/fibers" : "/loops") + "' -I'" + device + "'" + taken_over(options);
+    std::string path = std::string(getenv("CUPY_CACHE_DIR")) + "/" +
+                       std::to_string(std::hash<std::string>()(command + "\n" + code.str()));
+    Lock lock(path + ".lock");
+    if (access((path + ".so").c_str(), R_OK)) {
+        std::ofstream(path + ".cpp") << code.str();
+        command += " '" + path + ".cpp' -o '" + path + ".new' 2> '" + path + ".log'";
+        bool well = system(command.c_str()) == 0;
+        program.log = read(path + ".log");
+        if (!well || rename((path + ".new").c_str(), (path + ".so").c_str())) return false;
+    }
+    std::string library = read(path + ".so");
     ImageHeader header{{}, library.size()};
     memcpy(header.magic, IMAGE_MAGIC, sizeof header.magic);
     program.image = std::string(reinterpret_cast<char *>(&header), sizeof header) + library;
-    if (machine::is_set("CUDA_MACHINE_KEEP")) fprintf(stderr, "%s\n", command.c_str());
-    else if (system(("rm -r '" + folder + "'").c_str())) return false;
-    return well;
+    return true;
 }
 
 API const char *nvrtcGetErrorString(nvrtcResult result) {
