@@ -33,23 +33,14 @@ def machine() -> dict:
     }
 
 
-def write(
-    path: str | None, bench: str, rows: list[dict], *, beside: dict | None = None, **facts
-) -> None:
+def write(path: str | None, bench: str, rows: list[dict], **facts) -> None:
     """Write a result file, if there is a path. Raises OutputError.
 
-    rows: each column's name has its unit. facts: everything else. beside: more keys of the file,
-    which no table shows.
+    rows: each column's name has its unit. facts: everything else.
     """
     if path is None:
         return
-    result = {
-        "schema": SCHEMA,
-        "bench": bench,
-        "machine": machine() | facts,
-        "rows": rows,
-        **(beside or {}),
-    }
+    result = {"schema": SCHEMA, "bench": bench, "machine": machine() | facts, "rows": rows}
     write_text(path, one_row_a_line(result) + "\n")
 
 

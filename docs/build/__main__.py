@@ -1,7 +1,6 @@
-"""Writes the generated parts of the pages, reports those that are outdated, or measures for them.
+"""Writes the generated parts of the pages, or measures for them.
 
 python -m docs.build [PAGE...]              # write all pages, or these
-python -m docs.build --check [PAGE...]      # write nothing; exit 1 if a page is out of date
 python -m docs.build --no-run [PAGE...]     # leave the blocks alone whose commands take time
 python -m docs.build measure FILE.json ['COMMAND' ...]
 """
@@ -27,9 +26,8 @@ WRITERS = {
 }
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Write or check pages, or measure; return the exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+def main(argv: list[str]) -> int:
+    """Write pages, or measure; return the exit code."""
     try:
         if argv[:1] == ["measure"]:
             if len(argv) == 1:
@@ -42,39 +40,27 @@ def main(argv: list[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         parser.add_argument("pages", nargs="*", type=Path, help="default: all")
-        parser.add_argument("--check", action="store_true", help="write nothing")
         parser.add_argument("--no-run", action="store_true", help="run no command of a page")
         args = parser.parse_args(argv)
-        chosen = [path.resolve().relative_to(ROOT) for path in args.pages] or all_pages()
-    except UserError as error:
+        for page in [path.resolve().relative_to(ROOT) for path in args.pages] or all_pages():
+            write(page, run=not args.no_run)
+    except (UserError, PageError) as error:
         print(error, file=sys.stderr)
         return 1
-    return max([write(page, check=args.check, run=not args.no_run) for page in chosen])
+    return 0
 
 
-def write(page: Path, *, check: bool, run: bool) -> int:
-    """Write a page and its pictures, or report those that are out of date; return the exit code."""
+def write(page: Path, *, run: bool) -> None:
+    """Write a page and its pictures where they are out of date. Raises PageError."""
     text = read_page(page)
-    try:
-        with contextlib.closing(commands.Workplace(text)) as workplace:
-            written = write_page(page, text, workplace if run else None)
-    except PageError as error:
-        print(error, file=sys.stderr)
-        return 1
-    code = 0
+    with contextlib.closing(commands.Workplace(text)) as workplace:
+        written = write_page(page, text, workplace if run else None)
     for path, text in written.items():
         file = ROOT / path
-        before = file.read_text(encoding="utf-8") if file.exists() else ""
-        if text == before or (check and before and path.suffix == ".svg"):
-            continue  # another version of matplotlib draws another picture
-        if check:
-            code = 1
-            print(f"{path}: out of date; run python -m docs.build {page}")
-        else:
+        if not file.exists() or text != file.read_text(encoding="utf-8"):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
             print(f"{path}: written")
-    return code
 
 
 def all_pages() -> list[Path]:
@@ -113,4 +99,4 @@ def write_page(page: Path, text: str, workplace: commands.Workplace | None) -> d
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -27,9 +27,6 @@ from mpipar.comm.launcher import Launcher
 from mpipar.errors import DataError, UserError
 from mpipar.interconnect.program import environment_of_jobs
 from mpipar.run.process.session import Session
-from mpipar.run.trace.trace_file import Trace, read
-from mpipar.study.trace import waits
-from mpipar.study.trace.segments import median_step
 
 LIMIT = 100  # seconds for one command
 FILE = re.compile(r"^```\w+ ([\w-]+\.\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -188,7 +185,6 @@ def console(block: Block, command: str, output: str, info: str = "bash") -> str:
 
 
 BENCH = "docs.build measure"
-PARTS = ("computes", "waits for the last rank", "transfer")  # of a rank's time at a barrier
 LINE = re.compile(r"(mpipar/[\w/]+\.py):\d+")  # wrong after the next change above it
 
 
@@ -205,8 +201,7 @@ def measure(path: Path, commands: list[str]) -> None:
                 raise DataError(f"{command}: exit code {code}\n{output}")
             seconds = round(time.perf_counter() - start, 1)
             rows.append({"command": command, "seconds": seconds, "output": lasting(output)})
-        beside = last_trace(workplace.folder())
-    results.write(str(path), BENCH, rows, beside=beside)
+    results.write(str(path), BENCH, rows)
 
 
 def lasting(output: str) -> str:
@@ -236,37 +231,3 @@ def shown_measured(block: Block, root: Path) -> str:
     parts = [console(block, row["command"], row["output"], "bash not-run") for row in rows]
     facts = f"{machine['date']}, {machine['cores']} cores, {machine['cpu']}"
     return "\n\n".join([*parts, f"Measured: {facts}."])
-
-
-# --- what the picture `barrier` shows
-
-
-def last_trace(folder: Path) -> dict:
-    """Return the `barrier` of the newest traced run below a folder, or {}."""
-    found = sorted(folder.glob("**/trace/meta.json"), key=lambda path: path.stat().st_mtime)
-    return {"barrier": barrier(read(found[-1].parent.parent))} if found else {}
-
-
-def barrier(trace: Trace) -> dict:
-    """Return the step's collective with the most waiting: its name, and the parts of each rank.
-
-    parts: (rank, what, milliseconds of its start and end since the first rank arrived).
-    """
-    step, _ = median_step(trace)
-    found = [
-        event
-        for event in waits.find(trace).events
-        if len(event.calls) > 1
-        and event.operation != "message"
-        and event.calls[0].record.step == step
-    ]
-    if not found:
-        return {}
-    event = max(found, key=lambda one: sum(call.wait_ns for call in one.calls))
-    first, parts = min(call.record.waited_ns for call in event.calls), []
-    for call in event.calls:
-        came, done = call.record.waited_ns - first, call.record.done_ns - first
-        ends = [round(one * 1e-6, 4) for one in (0, came, came + call.wait_ns, done)]
-        for what, start, end in zip(PARTS, ends, ends[1:], strict=False):
-            parts.append([call.rank, what, start, end])
-    return {"name": f"{event.operation} {event.name}", "parts": parts}

@@ -7,16 +7,15 @@ returns a figure or a whole SVG, and the alt text.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
 from cycler import cycler
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from bench import results
 from bench.training import config_of
@@ -35,9 +34,8 @@ FOLDER = Path("docs/pictures")
 GIB = 2**30
 WIDE = 7.4  # inches
 MARKERS = "os^vD*Pph<>Xd"
-PLAIN, WAIT, INK = "#e4e7eb", "#d9452b", "#1d232b"
+WAIT, INK = "#d9452b", "#1d232b"
 RANKS = ("#8fb8e8", "#f2c078", "#9ed29a", "#e5a3c8", "#c5b3e6", "#8fd6d2", "#e8a590", "#cfd27a")
-KNOWN = {"idle": PLAIN, "waits for the last rank": WAIT}  # colours of kinds that always have one
 STYLE = {  # a light ground, also on a dark page; the same file from the same data
     "svg.fonttype": "none",
     "svg.hashsalt": "mpipar",
@@ -73,19 +71,6 @@ def draw(block: Block) -> tuple[Path, str, str]:
     return FOLDER / f"{name}.svg", figure, f"![{alt}]({up}pictures/{name}.svg)"
 
 
-# --- what several kinds share
-
-
-class Bar(NamedTuple):
-    """A part of a lane. kind: gives its colour, and stands in the legend. words: written in it."""
-
-    lane: str
-    start: float
-    end: float
-    kind: str
-    words: str = ""
-
-
 def sheet(head: str, high: float, across: str = "", up: str = "") -> Any:
     """Return axes with a title and names for both directions. high: inches."""
     axes = Figure(figsize=(WIDE, high), layout="constrained").subplots()
@@ -95,43 +80,7 @@ def sheet(head: str, high: float, across: str = "", up: str = "") -> Any:
     return axes
 
 
-def lanes(head: str, bars: Iterable[Bar], across: str, notes: Mapping[str, str]) -> Any:
-    """Return axes with a lane for each name, from above. notes: what stands at a lane's end."""
-    bars = list(bars)
-    rows = {name: row for row, name in enumerate(dict.fromkeys(bar.lane for bar in bars))}
-    kinds = list(dict.fromkeys(bar.kind for bar in bars))
-    colours = {kind: KNOWN.get(kind, f"C{number}") for number, kind in enumerate(kinds)}
-    axes = sheet(head, 1.1 + 0.27 * len(rows), across)
-    for bar in bars:
-        axes.barh(
-            rows[bar.lane],
-            bar.end - bar.start,
-            left=bar.start,
-            color=colours[bar.kind],
-            edgecolor="white",
-            linewidth=0.4,
-        )
-        axes.text(
-            (bar.start + bar.end) / 2, rows[bar.lane], bar.words, ha="center", va="center", size=7
-        )
-    for name, words in notes.items():
-        end = max(bar.end for bar in bars if bar.lane == name)
-        axes.text(end, rows[name], f"  {words}", va="center", size=8)
-    axes.set_yticks(range(len(rows)), rows)
-    axes.invert_yaxis()
-    legend = [Patch(color=colours[kind], label=kind) for kind in kinds]
-    axes.figure.legend(handles=legend, loc="outside lower left", ncols=6)
-    return axes
-
-
-def measured(name: str, bench: str) -> tuple[dict, str]:
-    """Return the result file of a program, and where it was measured. Raises DataError."""
-    found = results.read(results.ROOT / name, bench)
-    machine = found["machine"]
-    return found, f"measured {machine['date']} on {machine['cores']} cores: {machine['cpu']}"
-
-
-# --- kinds with an axis of time or bytes
+# --- the kinds
 
 
 def timeline(*words: str) -> Picture:
@@ -147,48 +96,34 @@ def timeline(*words: str) -> Picture:
     )
 
 
-def one_barrier(name: str) -> Picture:
-    """`barrier FILE`: arrival, wait and transfer of each rank, as `docs.build measure` kept it."""
-    found, where = measured(name, "docs.build measure")
-    parts = found["barrier"]["parts"]
-    bars = [Bar(f"rank {rank}", start, end, what) for rank, what, start, end in parts]
-    waits = ", ".join(
-        f"rank {rank} waits {end - start:.2f} ms"
-        for rank, what, start, end in parts
-        if what.startswith("waits")
-    )
-    head = f"One barrier, {found['barrier']['name']}"
-    axes = lanes(head, bars, f"ms, {where}", {})
-    return axes.figure, f"{head}. The last rank ends all waits: {waits}"
-
-
 def memory_bars(*words: str) -> Picture:
     """`bars LIMIT [LAYOUT] [flags of explain]`: memory of the fullest rank, and a limit in GiB.
 
     A layout may be `pp=4,tp=8+sp` for --sequence-parallel.
     """
     first = next(place for place, word in enumerate(words) if word.startswith("--"))
-    limit, found, notes, bars = float(words[0]), {}, {}, []
+    limit, found, totals = float(words[0]), {}, {}
     for layout in words[1:first]:
         sizes, _, more = layout.partition("+")
         extra = ["--sequence-parallel"] * (more == "sp")
         flags = ["--layout", sizes, *extra, *words[first:]]
         found[layout] = fullest(config_of(flags)).peak_bytes
-    for layout, own in found.items():
-        done = 0.0
-        for label in filter(own.get, labels_of(found.values())):
-            bars.append(Bar(layout, done / GIB, (done + own[label]) / GIB, label))
-            done += own[label]
-        notes[layout] = nbytes(done)
-    axes = lanes("Memory of the fullest rank, by layout", bars, "GiB", notes)
+    axes = sheet("Memory of the fullest rank, by layout", 1.1 + 0.27 * len(found), "GiB")
+    ends = np.zeros(len(found))
+    for label in labels_of(found.values()):
+        parts = np.array([own.get(label, 0) / GIB for own in found.values()])
+        axes.barh(list(found), parts, left=ends, label=label, edgecolor="white", linewidth=0.4)
+        ends += parts
+    for row, (layout, own) in enumerate(found.items()):
+        totals[layout] = nbytes(sum(own.values()))
+        axes.text(ends[row], row, f"  {totals[layout]}", va="center", size=8)
+    axes.invert_yaxis()
+    axes.figure.legend(loc="outside lower left", ncols=6)
     axes.axvline(limit, color=WAIT, linestyle="--")
     return axes.figure, (
-        f"Memory of the fullest rank as bars: {'; '.join(map(' '.join, notes.items()))};"
+        f"Memory of the fullest rank as bars: {'; '.join(map(' '.join, totals.items()))};"
         f" the device has {limit:g} GiB"
     )
-
-
-# --- kinds with two axes
 
 
 def tradeoff(*words: str) -> Picture:
@@ -227,10 +162,12 @@ def roofline(name: str) -> Picture:
 
     The slanted roof is memory: bytes per second times FLOPs per byte. The flat one is BLAS.
     """
-    found, where = measured(name, "bench.tiles")
-    peak, memory = found["machine"]["blas_gflops"], found["machine"]["copy_gbs"]
+    found = results.read(results.ROOT / name, "bench.tiles")
+    machine = found["machine"]
+    peak, memory = machine["blas_gflops"], machine["copy_gbs"]
     axes = sheet(
-        f"The product ladder under the roofs of a machine,\n{where}",
+        "The product ladder under the roofs of a machine,\n"
+        f"measured {machine['date']} on {machine['cores']} cores: {machine['cpu']}",
         3.6,
         "FLOPs for each byte that memory delivers",
         "GFLOP/s",
@@ -255,7 +192,6 @@ def roofline(name: str) -> Picture:
 
 KINDS: dict[str, Callable[..., Picture]] = {
     "timeline": timeline,
-    "barrier": one_barrier,
     "bars": memory_bars,
     "tradeoff": tradeoff,
     "roofline": roofline,
