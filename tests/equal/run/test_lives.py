@@ -17,8 +17,9 @@ from mpipar.train import worker
 from tests.helpers.lives import kept
 from tests.helpers.lives.life import live_all
 
-EACH = 3  # every third case of all pairs lives here
-PARTS = 8  # of these, each well below the limit of a test, also where others take the cores
+FEW = 7  # parts of the fixed part
+EACH = 5  # every fifth case of all pairs lives here
+PARTS = 4  # of these, each well below the limit of a test, also where others take the cores
 
 
 def few():
@@ -40,16 +41,18 @@ def plain_case(**values):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, FEW))]
+)
 def test_every_value_lives(part, folder):
-    assert live_all(WORLD, folder, few()[part::4] if WORLD.rank == 0 else None) == []
+    assert live_all(WORLD, folder, few()[part::FEW] if WORLD.rank == 0 else None) == []
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 def test_cases_of_all_pairs_live(part, folder):
-    """A third of them: all take the cores for ten minutes."""
+    """A fifth of them: all take the cores for five minutes."""
     cases = many()[EACH * part :: EACH * PARTS] if WORLD.rank == 0 else None
     quiet_barrier(WORLD)
     assert live_all(WORLD, folder, cases) == []

@@ -21,7 +21,7 @@ from small_model import (
 from mpipar.models import decoder
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 
-QUICK = {1: 8, 2: 24, 4: 24}.get(WORLD.size, 50)  # the first cases have most of the pairs
+QUICK = {1: 8, 2: 16, 4: 16}.get(WORLD.size, 50)  # the first cases have most of the pairs
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
@@ -47,7 +47,7 @@ def test_layout_equals_one_rank(case):
     assert_equals_known(config_of(case))
 
 
-@cases_of({1: 4, 2: 20, 4: 16}.get(WORLD.size, 50), 40 if WORLD.size == 4 else None)
+@cases_of({1: 4, 2: 12, 4: 8}.get(WORLD.size, 50), 40 if WORLD.size == 4 else None)
 def test_shapes_only_run_predicts_every_record(case):
     assert_records_predicted(config_of(case))
 

@@ -379,7 +379,7 @@ def cases(command):
         if action.option_strings and action.nargs != 0 and (command == "train" or not is_setting):
             name = action.option_strings[-1]
             bounds = ["-1", "9" * 30] if action.metavar in ("N", "X") else []  # of a number
-            some = [*bounds, *itertools.islice(bad, 1 if is_setting else 6)]
+            some = [*bounds, *itertools.islice(bad, not bounds if is_setting else 4)]
             yield from (
                 [*base, f"{name}={one}"] for one in some if one != "pipe" or name not in WRITTEN
             )
