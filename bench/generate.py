@@ -23,9 +23,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench import results
-from bench.program import Outcome, Program
+from bench.program import Outcome, Program, count
 from bench.training import worker_of
-from mpipar.config import flags
 from mpipar.config.presets import PRESETS
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
@@ -50,7 +49,7 @@ def add_flags(parser) -> None:
     parser.add_argument(
         "--batch-sizes",
         nargs="+",
-        type=flags.count,
+        type=count,
         default=[1, 8],
         help="prompts at one time (1 8)",
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bench import results
 from mpipar.config import flags
+from mpipar.config.text import shown
 from mpipar.interconnect.files import check_writable
 from mpipar.run.process.session import guard
 
@@ -100,7 +102,16 @@ class Program:
         return found.code
 
 
+def count(text: str) -> int:
+    """Return a positive whole number; used as the type of an argument."""
+    if not text.isdecimal() or len(text) > 9 or int(text) == 0:
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)}: must be a whole number above 0, of at most 9 digits"
+        )
+    return int(text)
+
+
 def add_counts(parser: flags.Parser, counts: Counts) -> None:
     """Add flags whose values are whole numbers above 0."""
     for name, (default, text) in counts.items():
-        parser.add_argument(name, type=flags.count, default=default, help=f"{text} ({default})")
+        parser.add_argument(name, type=count, default=default, help=f"{text} ({default})")

@@ -13,7 +13,6 @@ from mpipar import __version__, errors
 from mpipar.commands.command import Command, Context
 from mpipar.config import flags
 from mpipar.config.grid import AUTO
-from mpipar.config.run import RunConfig
 from mpipar.config.sections import in_force
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, combine, suggestion
@@ -136,34 +135,27 @@ def main(argv: list[str], session: Session) -> int:
     if command.needs_mpi and command.fields:
         run = context.parsed.config.run  # problems with its values are reported later
         session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
-        session.facts |= facts_of(context)
-        session.facts[blas.VARIABLE] = str(os.environ.get(blas.VARIABLE))
+        session.facts |= facts_of(context) | {blas.VARIABLE: str(os.environ.get(blas.VARIABLE))}
     return command.run(context)
 
 
 def facts_of(context: Context) -> dict[str, str]:
     """Return a command's flags as facts, which must be identical on all ranks."""
     parsed = context.parsed
-    found = {
-        flag(name): "not given" if value is None else str(value)
-        for name, value in in_force(parsed.config).items()
-    }
-    found |= {name: str(value) for name, value in vars(context.args).items()}
-    if parsed.chooses_layout:
-        found["--layout"] = AUTO
+    found = {flag(name): value for name, value in in_force(parsed.config).items()}
+    found |= vars(context.args) | {"--layout": AUTO if parsed.chooses_layout else None}
     if parsed.problems:
         found[consistency.REFUSED] = "; ".join(parsed.problems)
-    return found
+    return {name: "not given" if value is None else str(value) for name, value in found.items()}
 
 
 def _print_config(context: Context) -> int:
     """Print the complete configuration for the ranks the launcher started; MPI is not loaded."""
     session, parsed = context.session, context.parsed
+    resume = importlib.import_module("mpipar.run.resume")
     resolve = importlib.import_module("mpipar.run.resolve").resolve
-    if parsed.config.run.resume != RunConfig.resume:
-        resume = importlib.import_module("mpipar.run.resume")
-        start = resume.find_start(parsed.config.run)
-        parsed = resume.with_saved_settings(parsed, start, session.launcher.size)
+    start = resume.find_start(parsed.config.run)
+    parsed = resume.with_saved_settings(parsed, start, session.launcher.size)
     config, notes = resolve(parsed, session.launcher.size)
     if parsed.chooses_layout:
         notes.append("--layout auto: training chooses; this is the layout without it")

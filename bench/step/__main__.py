@@ -54,13 +54,12 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from bench.kernels import gpu
-from bench.program import Outcome, Program
+from bench.program import Outcome, Program, count
 from bench.results import versions
 from bench.step.sides import OurSide, add_sizes, configure, rows_of, step_flops
 from bench.step.torch_process import ALONE, TOGETHER, TorchProcess
 from mpipar.comm.hosts import quiet_barrier
 from mpipar.comm.objects import broadcast_text, gather_numbers
-from mpipar.config import flags
 from mpipar.config.model import ARCHS
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED
@@ -89,7 +88,7 @@ def add_flags(parser) -> None:
     )
     parser.add_argument(
         "--threads",
-        type=flags.count,
+        type=count,
         help="threads of PyTorch, and of all ranks together (number of ranks)",
     )
     parser.add_argument("--device", choices=tuple(COMPILERS), default="cpu")
@@ -117,8 +116,8 @@ def layouts_of(args, num_ranks: int) -> tuple[dict[str, dict], dict[str, dict]]:
     if num_ranks == 1:
         return {"": {}}, {}
     alone, found = {APART: {}, ONE: {}}, {}
-    for axis, count in (("dp", args.batch_size), ("tp", args.heads)):
-        if count % num_ranks == 0:
+    for axis, size in (("dp", args.batch_size), ("tp", args.heads)):
+        if size % num_ranks == 0:
             name = f", {axis} {num_ranks}"
             found[name] = {axis: num_ranks}
             if axis == "dp":

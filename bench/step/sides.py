@@ -11,10 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from bench.program import add_counts
+from bench.program import add_counts, count
 from bench.training import worker_of
 from mpipar.comm.record import Recorder
-from mpipar.config import flags
 from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
@@ -28,7 +27,7 @@ TIMES = ("forward_backward", "update", "communication")  # seconds; the last one
 def add_sizes(parser) -> None:
     """Add the flags of the model's sizes and of the number of steps."""
     parser.add_argument("--arch", choices=tuple(ARCHS), default="gpt2", help="(gpt2)")
-    parser.add_argument("--kv-heads", type=flags.count, help="heads of keys (as many as queries)")
+    parser.add_argument("--kv-heads", type=count, help="heads of keys (as many as queries)")
     add_counts(
         parser,
         {

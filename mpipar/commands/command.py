@@ -43,11 +43,6 @@ OF_A_STEP = frozenset(FIELDS) - OF_A_RUN
 
 
 @dataclass(frozen=True)
-class NoArguments:
-    """The arguments of a command that has none of its own."""
-
-
-@dataclass(frozen=True)
 class Context:
     """What a command runs on.
 
@@ -74,8 +69,8 @@ class Command:
     """
 
     run: Callable[[Context], int]
-    usage: str = "[flags]"
-    arguments: type = NoArguments
+    usage: str
+    arguments: type
     fields: frozenset[str] = frozenset()
     help_of: Mapping[str, str] = field(default_factory=dict)
     examples: str = ""

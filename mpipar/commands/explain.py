@@ -296,7 +296,8 @@ def muon_forms(prediction) -> str:
 
 COMMAND = Command(
     run,
-    arguments=Arguments,
+    "[flags]",
+    Arguments,
     fields=(OF_A_STEP | {"save_async"})
     - {  # its copy of the state
         "hang_warn",

@@ -1,7 +1,6 @@
 """`mpipar schedule`: makes, proves, times, draws and explores pipeline schedules; no MPI."""
 
 import json
-import re
 import sys
 from dataclasses import dataclass
 from fractions import Fraction
@@ -10,8 +9,8 @@ from pathlib import Path
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import flag, positional, setting, switch
-from mpipar.config.text import brief, counted, harmless, printable
-from mpipar.errors import EXIT_OK, UsageError, UserError, broken
+from mpipar.config.text import counted, harmless, printable
+from mpipar.errors import EXIT_OK, UsageError, broken
 from mpipar.pipeline import csv_format
 from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.schedules.catalog import (
@@ -31,8 +30,6 @@ from mpipar.study.schedules.forms import ClosedForm, closed_form
 from mpipar.study.schedules.simulate import Costs, Timeline, simulate
 from mpipar.study.trace import pop
 
-# What a number in --costs may look like; a larger exponent would make it endlessly long.
-COST = re.compile(r"\d{1,9}/[1-9]\d{0,8}|(\d{1,9}\.?\d{0,9}|\.\d{1,9})([eE][+-]?\d)?", re.ASCII)
 MOST_COMPARED = 1 << 13  # microbatches times workers: each schedule is made and simulated
 VIEWS = ("--symbols", "--book", "--svg", "--json", "--csv")  # of one schedule
 FIRST, SECOND = "1f1b", "zb-h1"  # what the explorer shows if no schedule is named
@@ -66,13 +63,13 @@ class Arguments:
         low=1,
         high=2**10,
     )
-    costs: str | None = setting(
+    costs: tuple[Fraction, ...] | None = setting(
         None,
         "time of forward, input gradient, weight gradient and, if less than their sum, of an"
         " overlapped forward and backward (default 1,1,1; with --book 1,1/2,1/2)",
-        metavar="F,I,W[,FB]",
+        above=0,
     )
-    latency: str | None = setting(
+    latency: Fraction | None = setting(
         None, "time of a message between workers (default 0)", metavar="C"
     )
     symbols: bool = switch("print F_k and B_k in time order instead of the grid")
@@ -125,10 +122,6 @@ def problems(args: Arguments) -> list[UsageError]:
         for mode, what, words in MODES
         if mode in given and (ignored := [word for word in words if word in given])
     ]
-    try:
-        costs_of(args)
-    except UserError as error:
-        found += error.problems
     if not given & {"NAME", *(mode for mode, _, _ in MODES)}:
         found.append(
             f"which schedule? use mpipar schedule NAME with one of {', '.join(SCHEDULES)},"
@@ -145,6 +138,10 @@ def problems(args: Arguments) -> list[UsageError]:
             )
         )
     found += broken(
+        (
+            args.costs and len(args.costs) not in (3, 4),
+            "--costs: use three numbers F,I,W or four F,I,W,FB",
+        ),
         (args.from_run and not args.html, "--from-run fills the explorer: add --html FILE"),
         (args.book and args.symbols, "--book and --symbols: give one of them"),
         (
@@ -183,28 +180,11 @@ def schedule_of(args: Arguments) -> Schedule:
 
 
 def costs_of(args: Arguments) -> Costs:
-    """Return the exact costs of --costs and --latency; raise UsageError with all mistakes."""
-    text = args.costs or ("1,1/2,1/2" if args.book else "1,1,1")
-    costs, latency = exact(text), exact(args.latency or "0")
-    form = "of at most 9 digits, such as 1, 0.25, 1/3 or 2e-3"
-    found = broken(
-        (
-            len(costs) not in (3, 4) or not all(costs),
-            f"--costs {brief(text)}: use three numbers F,I,W or four F,I,W,FB, above 0 and {form}",
-        ),
-        (len(latency) != 1, f"--latency {brief(str(args.latency))}: use a number {form}"),
-    )
-    if found:
-        raise UsageError(found)
-    f, i, w, *overlapped = costs
+    """Return the exact costs of --costs and --latency."""
+    half = Fraction(1, 2)
+    f, i, w, *overlapped = args.costs or ((1, half, half) if args.book else (1, 1, 1))
     share = overlapped[0] / (f + i + w) if overlapped else 1
-    return Costs(f, i, w, share, *latency)
-
-
-def exact(text: str) -> list[Fraction]:
-    """Return exact numbers that commas separate; none if one of them is no such number."""
-    words = [word.strip() for word in text.split(",")]
-    return [Fraction(word) for word in words] if all(map(COST.fullmatch, words)) else []
+    return Costs(f, i, w, share, args.latency or 0)
 
 
 def show(args: Arguments, schedule: Schedule, costs: Costs) -> None:

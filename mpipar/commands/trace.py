@@ -7,7 +7,7 @@ from pathlib import Path
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
 from mpipar.config.text import counted, harmless
-from mpipar.errors import EXIT_OK, UsageError
+from mpipar.errors import EXIT_OK
 from mpipar.run.console.tables import WIDTH, table, table_with_words
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules.bubble import bubble_table
@@ -31,14 +31,6 @@ class Arguments:
     html: str | None = setting(
         None, "write one self-contained page to this file, and print no tables", metavar="FILE"
     )
-
-
-def problems(args: Arguments) -> list[UsageError]:
-    """Return a problem if both files are the same."""
-    same = None not in (args.html, args.perfetto) and (
-        Path(args.html).resolve() == Path(args.perfetto).resolve()
-    )
-    return [UsageError(f"--html and --perfetto both name {args.html}: give two files")] * same
 
 
 def run(context: Context) -> int:
@@ -118,4 +110,4 @@ def print_waits(analysis: Analysis) -> None:
     print(table_with_words(barrier_cells(analysis), left=2))
 
 
-COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments, problems=problems)
+COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments)

@@ -43,7 +43,7 @@ def run(context: Context) -> int:
     if not training.prepare(parsed, machine):
         return EXIT_OK
     config, barriers = training.config, ""
-    with training.open_files():
+    with training.files:
         log = training.log
         training.describe(predict(config, training.grid.world_rank))
         if log.speaks:
@@ -62,14 +62,15 @@ def run(context: Context) -> int:
 
         with memory_limit(config, training.inputs.ops):
             training.allocate()
-            with training.watched():
+            follow = session.watch.follow_records
+            with follow(training.recorder, training.worker.comms, training.written_bytes):
                 with session.stop_on_request():
                     try:
                         training.loop()
                     except (NonFiniteError, DriftError):  # on all ranks of a step
                         write_report()
                         raise
-                    if training.is_complete():
+                    if not training.stopped and training.last >= training.first:
                         barriers = measured_step.show(training)
                     training.save_last()
                 code = training.finish()
@@ -87,7 +88,8 @@ examples:
 """
 COMMAND = Command(
     run,
-    arguments=Arguments,
+    "[flags]",
+    Arguments,
     fields=frozenset(FIELDS),
     examples=EXAMPLES,
     needs_mpi=True,

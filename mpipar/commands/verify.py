@@ -28,7 +28,7 @@ def run(context: Context) -> int:
     from mpipar.run import verify
     from mpipar.run.compared import compare_inputs
     from mpipar.run.console.tables import layout_text, table
-    from mpipar.run.inputs import prepare
+    from mpipar.run.resolve import prepare
 
     session, parsed = context.session, context.parsed
     world = session.start()
@@ -79,7 +79,8 @@ def exact(parsed):
 
 COMMAND = Command(
     run,
-    arguments=Arguments,
+    "[flags]",
+    Arguments,
     fields=OF_A_STEP - {"clip", "memory_limit", "islands", "outer_interval"},
     needs_mpi=True,
 )

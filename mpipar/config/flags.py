@@ -10,7 +10,7 @@ from mpipar.comm.launcher import read_launcher
 from mpipar.config.names import EXAMPLES, RENAMED, unknown_word
 from mpipar.config.sections import FIELDS, FLAGS, SECTIONS
 from mpipar.config.setting import flag, kind, setting, switch
-from mpipar.config.text import brief, shown
+from mpipar.config.text import brief
 from mpipar.errors import UsageError
 
 MANY = 28  # flags; a command with more of them shows only the common ones
@@ -57,15 +57,6 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file=None):
         if read_launcher(os.environ).rank == 0:
             super().print_help(file)
-
-
-def count(text: str) -> int:
-    """Return a positive whole number; used as the type of an argument."""
-    if not text.isdecimal() or len(text) > 9 or int(text) == 0:
-        raise argparse.ArgumentTypeError(
-            f"{shown(text)}: must be a whole number above 0, of at most 9 digits"
-        )
-    return int(text)
 
 
 def add_flags(
@@ -124,8 +115,8 @@ def add_field(group, field: dataclasses.Field, **more) -> None:
         and not legal["is_switch"]
         and ("default" not in text)
     ):
-        shown = {True: "on", False: "off"}.get(field.default) if base is bool else field.default
-        text += f" (default {shown!s})"
+        words = {True: "on", False: "off"} if base is bool else {}
+        text += f" (default {words.get(field.default, field.default)})"
     if not legal["is_positional"]:
         options |= {"dest": field.name, "required": field.default is MISSING}
     name = field.name if legal["is_positional"] else flag(field.name)
@@ -145,21 +136,19 @@ def parsed(
 
 
 def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[str]:
-    """Return a problem for each argument that the parser did not know.
+    """Return a problem for each flag that the parser did not know, or else each argument.
 
-    The argument belongs to another command or to none; the problem then names the closest flag.
+    The flag belongs to another command or to none; the problem then names the closest one.
     """
     options = [option for action in parser._actions for option in action.option_strings]
     known = [option[2:].replace("-", "_") for option in options if option.startswith("--")]
-    found, after_flag = [], False
-    for extra in extras:
-        if extra.startswith("--"):
-            word = extra.split("=", 1)[0]
-            name = word.removeprefix("--").removeprefix("no-").replace("-", "_")
-            of_others = name in FLAGS and name not in known
-            why = f"{parser.prog} does not use it; leave it out"
-            found.append(f"{word}: {why if of_others else unknown_word(name, known, 'flag')}")
-        elif not after_flag:
-            found.append(f"{extra!r}: unexpected argument; values follow a flag, as in --steps 10")
-        after_flag = extra.startswith("--")
-    return found
+    found = []
+    for word in (extra.split("=", 1)[0] for extra in extras if extra.startswith("--")):
+        name = word.removeprefix("--").removeprefix("no-").replace("-", "_")
+        of_others = name in FLAGS and name not in known
+        why = f"{parser.prog} does not use it; leave it out"
+        found.append(f"{word}: {why if of_others else unknown_word(name, known, 'flag')}")
+    return found or [
+        f"{extra!r}: unexpected argument; values follow a flag, as in --steps 10"
+        for extra in extras
+    ]

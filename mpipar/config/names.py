@@ -126,6 +126,7 @@ EXAMPLES = {
     "stop_token": "50256",
     "experts": "8",
     "islands": "2",
+    "costs": "1,1/2,0.5",
 }
 
 

@@ -21,7 +21,7 @@ from mpipar.run.checkpoint.weight_files import check_digests
 from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.files.bounded import open_regular, problems_as
 from mpipar.run.files.digests import digest_of
-from mpipar.run.source import source_files
+from mpipar.run.folder import source_files
 
 
 def compare_inputs(session, inputs, checkpoint: str = "") -> tuple[dict, str]:

@@ -24,23 +24,14 @@ from mpipar.run.data.documents import check_kind
 from mpipar.run.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.run.files.bounded import problems_as, read_text
 from mpipar.run.files.settings import ParsedConfig
+from mpipar.run.folder import find_source, tokenizer_folder
 from mpipar.run.inference.generate import FULL, STOP, Sampling, Text, generate
 from mpipar.run.process.session import Session
-from mpipar.run.resolve import resolve
-from mpipar.run.source import find_source, tokenizer_folder
+from mpipar.run.resolve import Prompt, encode_prompts, resolve
 from mpipar.train.worker import Worker
 
 ROWS_OF_A_GROUP = 8  # prompts that pass the pipeline together, unless --batch-size is given
 MOST_BYTES = 64 << 20  # of a file of prompts
-MOST_PROBLEMS = 10  # listed for a file of prompts
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt as it was typed, and its tokens."""
-
-    typed: str
-    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -220,30 +211,6 @@ def read_prompts(path: str) -> list[tuple[str, str]]:
     found = [(where, line) for where, line in found if line.strip()]
     if not found:
         raise DataError(f"{path}: has no prompt; write one on each line")
-    return found
-
-
-def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
-    """Return the prompts of [(where, text)]; raise one UsageError for all misfits.
-
-    model: a ModelConfig.
-    """
-    found, problems = [], []
-    for where, text in texts:
-        ids = tokenizer.encode_prompt(text)
-        found.append(Prompt(text, ids))
-        if not ids or max(ids) >= model.vocab_size:
-            problems.append(
-                f"{where}: needs at least one token, all below the model's vocabulary of"
-                f" {model.vocab_size:,}; {tokenizer.takes}"
-            )
-        elif len(ids) > model.seq_len:
-            problems.append(
-                f"{where}: has {len(ids):,} tokens, but the model reads at most"
-                f" {model.seq_len:,} (its --seq-len): shorten it"
-            )
-    if problems:
-        raise UsageError(problems[:MOST_PROBLEMS])
     return found
 
 

@@ -1,29 +1,45 @@
-"""From what the user typed to a complete Config; one error reports all mistakes at once."""
+"""From what the user typed to a complete Config, and to the inputs of a computing command.
 
-import contextlib
+One error reports all mistakes of flags, layout, files and device at once.
+"""
+
 from collections.abc import Iterable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
+
+from mpipar import ops as ops_module
 from mpipar.config import combinations
 from mpipar.config import resolve as config_resolve
 from mpipar.config.combinations import Rule
 from mpipar.config.grid import GridConfig
+from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config, build, in_force, named
 from mpipar.config.setting import flag
-from mpipar.errors import DataError, UsageError, UserError
+from mpipar.errors import DataError, EnvironmentProblem, UsageError, UserError
 from mpipar.pipeline.csv_format import read_csv
-from mpipar.pipeline.instructions import Schedule
 from mpipar.pipeline.schedules.catalog import FAMILIES, LIMITS, Limit, num_stages
 from mpipar.run.checkpoint import formats
+from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.data import rows
 from mpipar.run.data.prepared import is_dataset, read_dataset
-from mpipar.run.files.settings import ParsedConfig, choice_problems
-from mpipar.run.source import find_source
+from mpipar.run.data.tokenizer import (
+    Tokenizer,
+    files_digest,
+    has_tokenizer,
+    read_files,
+    tokenizer_of,
+)
+from mpipar.run.files.settings import ParsedConfig
+from mpipar.run.folder import find_source, tokenizer_folder
 
 # How routers are trained, which weights do not fix; but a bias per expert is one of the weights.
 ROUTING = ("router_balance", "router_loss_coef")
+MOST_PROBLEMS = 10  # listed for a file of prompts
 
 
 def resolve(
@@ -38,11 +54,11 @@ def resolve(
     machine: the file of costs by which `train` chooses. Raises one UserError with all problems.
     Every rank that calls it gets the same Config.
     """
-    config, source_notes, problems = parsed.config, [], parsed.problems
+    config, source_notes, path = parsed.config, [], parsed.config.grid.schedule_csv
     errors: list[UserError] = []
     facts = {"machine": machine, "chooses_layout": parsed.chooses_layout}
     try:
-        facts["csv"] = schedule_of_file(config)
+        facts["csv"] = path and read_csv(Path(path))
     except UsageError as error:
         errors.append(error)
     if config.run.init_from is not None:
@@ -56,14 +72,14 @@ def resolve(
                     shape["max_positions"] = longest
                     shape["seq_len"] = min(given["seq_len"], longest)
             config = with_weights_shape(parsed, shape, source)
-            problems = [*parsed.unread, *choice_problems(config, parsed.given)]
+            parsed = replace(parsed, config=config)
             source_notes = formats.start_notes(source)
         except UserError as error:
             errors.append(error)
-    elif size := data_vocabulary(parsed):
+    elif (size := data_vocabulary(parsed)) > config.model.vocab_size:
         config = replace(config, model=replace(config.model, vocab_size=size))
         source_notes = [f"--vocab-size {size}, the vocabulary of the data"]
-    if problems:
+    if problems := parsed.problems:
         errors.insert(0, UsageError(problems))
     config, notes = config_resolve.resolve(
         config, world_size, checks, errors=errors, bad=parsed.bad, rules=RULES, **facts
@@ -98,30 +114,13 @@ def with_weights_shape(parsed: ParsedConfig, shape: dict, source: str) -> Config
     return build(kept | shape | {"init_from": source})
 
 
-def data_vocabulary(parsed: ParsedConfig) -> int | None:
-    """Return the vocabulary size of prepared data, if it determines that of the model.
-
-    It does if the user gives no --vocab-size and the model's would be smaller.
-    """
-    config = parsed.config
-    prepared = next(filter(is_dataset, config.run.data), None)
-    if prepared is None or "vocab_size" in parsed.given:
-        return None
-    with contextlib.suppress(DataError):  # reported where the data is read
-        found = read_dataset(Path(prepared))[0].vocab_size
-        return found if found > config.model.vocab_size else None
-    return None
-
-
-def schedule_of_file(config: Config) -> Schedule | None:
-    """Return the schedule of --schedule-csv's file. Raises UsageError if it can't be read."""
-    path = config.grid.schedule_csv
-    if path is None:
-        return None
-    try:
-        return read_csv(Path(path))
-    except UsageError as error:
-        raise UsageError([f"--schedule-csv {path}: {text}" for text in error.problems]) from None
+def data_vocabulary(parsed: ParsedConfig) -> int:
+    """Return the vocabulary size of prepared data, 0 if the user names the model's."""
+    if "vocab_size" not in parsed.given:
+        for folder in filter(is_dataset, parsed.config.run.data):
+            with suppress(DataError):  # reported where the data is read
+                return read_dataset(Path(folder))[0].vocab_size
+    return 0
 
 
 # --- the full table of illegal combinations: that of settings alone, and the schedules'
@@ -138,27 +137,6 @@ def stages(v: SimpleNamespace) -> int | None:
     if v.csv or v.schedule_csv or v.schedule not in FAMILIES:
         return v.csv.num_stages if v.csv else None
     return num_stages(v.schedule, v.pp, v.chunks)
-
-
-def order_of_a_file(name: str) -> Rule:
-    """Return the row of a setting that a schedule file already determines."""
-    return Rule(
-        f"{name} and a file",
-        (name, "schedule_csv"),
-        lambda v: v.schedule_csv is not None and getattr(v, name) != getattr(GridConfig, name),
-        f"the file brings its own order of work; leave {flag(name)} out",
-    )
-
-
-def number_of_a_file(name: str, own: str) -> Rule:
-    """Return the row of a number that a schedule file is made for. own: the number's name there."""
-    return Rule(
-        f"{name.replace('_', ' ')} of a file",
-        (name, "schedule_csv"),
-        lambda v: v.csv and getattr(v, name) != getattr(v.csv, own),
-        f"the schedule of the file is made for {flag(name)} {{csv.{own}}}; use that",
-        complete=True,
-    )
 
 
 RULES = (
@@ -181,8 +159,153 @@ RULES = (
         " there are stages, or leave --stage-layers out",
         complete=True,
     ),
-    order_of_a_file("schedule"),
-    order_of_a_file("chunks"),
-    number_of_a_file("pp", "pp_size"),
-    number_of_a_file("num_microbatches", "num_microbatches"),
+    *(
+        Rule(
+            f"{name} and a file",
+            (name, "schedule_csv"),
+            lambda v, name=name: v.schedule_csv and getattr(v, name) != getattr(GridConfig, name),
+            f"the file brings its own order of work; leave {flag(name)} out",
+        )
+        for name in ("schedule", "chunks")
+    ),
+    *(
+        Rule(
+            f"{name.replace('_', ' ')} of a file",
+            (name, "schedule_csv"),
+            lambda v, name=name, own=own: v.csv and getattr(v, name) != getattr(v.csv, own),
+            f"the schedule of the file is made for {flag(name)} {{csv.{own}}}; use that",
+            complete=True,
+        )
+        for name, own in (("pp", "pp_size"), ("num_microbatches", "num_microbatches"))
+    ),
 )
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt as it was typed, and its tokens."""
+
+    typed: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A complete configuration with its ops, data, tokenizer and prompt. notes: for the user."""
+
+    config: Config
+    notes: list[str]
+    ops: object
+    train_part: object
+    held_out: object
+    tokenizer: Tokenizer
+    prompt: list[int]
+
+
+def prepare(
+    parsed, world_size: int, host_rank: int, checks=(), started=None, machine=None
+) -> Inputs:
+    """Check everything that can be checked before anything is allocated.
+
+    host_rank: place of this process on its host; only the first reads all token files once.
+    checks: the command's own pairs (function that lists a config's problems, error class). started:
+    the checkpoint from which the run resumes. machine: the file of --machine. Raises one UserError
+    with all problems of flags, layout, schedule, prompt, data and device.
+    """
+    found = {}
+
+    def read_data(config):
+        found["parts"], found["what"] = rows.load(config, thorough=host_rank == 0)
+
+    def make_ops(config):
+        found["ops"] = ops_module.make_for(config.run, host_rank)
+
+    def read_text(config):
+        if "parts" in found:  # whether a prompt is text depends on the data
+            found["tokenizer"] = tokenizer_of_run(config, started, found["parts"][0])
+            found["prompt"] = prompt_tokens(config, found["tokenizer"])
+
+    def read_weights(config):
+        found["unread"] = checkpoint.unread_notes(config)
+
+    checks = [
+        *checks,
+        (read_data, DataError),
+        (read_text, UsageError),
+        (read_weights, DataError),
+        (make_ops, EnvironmentProblem),
+    ]
+    config, notes = resolve(parsed, world_size, checks, machine)
+    train_part, held_out = found["parts"]
+    notes.append(
+        f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out"
+    )
+    notes += found["unread"]
+    notes += tokenizer_notes(config, found["tokenizer"], train_part)
+    return Inputs(
+        config, notes, found["ops"], train_part, held_out, found["tokenizer"], found["prompt"]
+    )
+
+
+def tokenizer_of_run(config, started, tokens) -> Tokenizer:
+    """Return the tokenizer for prompts and generated text.
+
+    It is that of prepared data, else of the weights that the run started from, else the default.
+    tokens: the training part.
+    Raises DataError and EnvironmentProblem.
+    """
+    prepared = next(filter(is_dataset, config.run.data), None)
+    source = started or config.run.init_from
+    folder = prepared or (tokenizer_folder(source) if source else None)
+    return tokenizer_of(folder, config.model.vocab_size, is_text=tokens.dtype == np.uint8)
+
+
+def tokenizer_notes(config, tokenizer: Tokenizer, tokens) -> list[str]:
+    """Return notes on what the ids of token files mean. tokens: the training part."""
+    source, data = config.run.init_from, config.run.data
+    folder, notes = tokenizer_folder(source) if source else None, []
+    if folder and has_tokenizer(folder) and files_digest(read_files(folder)) != tokenizer.digest:
+        notes.append(
+            f"the tokenizer files of --data differ from those of {folder}: where they do, an id"
+            " had another meaning when the weights were trained"
+        )
+    if tokens.dtype != np.uint8 and not any(map(is_dataset, data)) and tokenizer.is_bytes:
+        notes.append("a vocabulary of 256 is one of bytes: ids of --data are shown as bytes")
+    return notes
+
+
+def prompt_tokens(config, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens with which the text at the end begins; none if the model can't read them.
+
+    The prompt is four letters of text. A model of token ids, of shorter rows, or without these
+    letters starts from the held-out part instead.
+    """
+    if not config.run.sample_tokens:
+        return []
+    with suppress(UsageError):
+        return encode_prompts(tokenizer, [("--prompt", PROMPT)], config.model)[0].ids
+    return []
+
+
+def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
+    """Return the prompts of [(where, text)]; raise one UsageError for all misfits.
+
+    model: a ModelConfig.
+    """
+    found, problems = [], []
+    for where, text in texts:
+        ids = tokenizer.encode_prompt(text)
+        found.append(Prompt(text, ids))
+        if not ids or max(ids) >= model.vocab_size:
+            problems.append(
+                f"{where}: needs at least one token, all below the model's vocabulary of"
+                f" {model.vocab_size:,}; {tokenizer.takes}"
+            )
+        elif len(ids) > model.seq_len:
+            problems.append(
+                f"{where}: has {len(ids):,} tokens, but the model reads at most"
+                f" {model.seq_len:,} (its --seq-len): shorten it"
+            )
+    if problems:
+        raise UsageError(problems[:MOST_PROBLEMS])
+    return found

@@ -7,7 +7,6 @@ the first time: with the settings of its config.toml, and from what its sources.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -34,13 +33,14 @@ from mpipar.run.folder import (
     CHECKPOINTS,
     CONFIG,
     Sources,
+    find_source,
     finished_step,
     make_run_folder,
     newest_step,
     read_sources,
     resume_in,
+    tokenizer_folder,
 )
-from mpipar.run.source import find_source, tokenizer_folder
 
 # What determines the numbers of a run: with another value it would be another run.
 FIXED = (
@@ -101,14 +101,11 @@ class Start:
 def agreed_start(session, run) -> Start:
     """Return the Start of `--resume`, found by world rank 0. run: the RunConfig as typed.
 
-    Comm: one broadcast over the world, if a run is to be resumed.
+    Comm: an agreement, and an all-gather over the world.
     """
-    if run.resume == NEVER:
-        return Start()
     world = session.world
-    found = session.agree(lambda: find_start(run) if world.rank == 0 else None)
-    text = broadcast_text(world, json.dumps(asdict(found)) if found else "")
-    return Start(**json.loads(text))
+    found = session.agree(lambda: asdict(find_start(run)) if world.rank == 0 else {})
+    return Start(**all_gather_objects(world, found)[0])
 
 
 def find_start(run) -> Start:
@@ -116,8 +113,10 @@ def find_start(run) -> Start:
 
     `auto` takes the newest readable one, and none in a folder without any.
     """
+    folder = named_folder(run)
+    if run.resume == NEVER:
+        return Start()
     if run.resume == AUTO:
-        folder = named_folder(run)
         steps = [path for _, path in committed_steps(folder / CHECKPOINTS)][::-1] if folder else []
         if not steps:
             return again(run, folder) if folder and os.path.isfile(folder / CONFIG) else Start()
@@ -126,8 +125,7 @@ def find_start(run) -> Start:
         return Start()  # two sources, which the table of combinations refuses
     else:
         source, steps = _named_steps(run.resume)
-        folder = named_folder(run) or source
-        folder = source if folder.resolve() == source.resolve() else None
+        folder = source if (folder or source).resolve() == source.resolve() else None
     return _newest_of(steps, folder, run.resume)
 
 
@@ -329,8 +327,7 @@ def load_newest(session, worker, start: Start, log) -> int:
     """
     wrong: list[str] = []
     for text in start.candidates:
-        problems: list[str] = []
-        digest = ""
+        problems, digest = [], ""
         try:
             manifest = read_manifest(Path(text))
             load_state(worker, Path(text), manifest)
@@ -338,29 +335,21 @@ def load_newest(session, worker, start: Start, log) -> int:
         except DataError as error:
             problems = error.problems
         everybody = all_gather_objects(session.world, [problems, digest])
-        found = next((problems for problems, _ in everybody if problems), None)
-        if found is None and any(other != digest for _, other in everybody):
+        found = next((problems for problems, _ in everybody if problems), [])
+        if not found and any(other != digest for _, other in everybody):
             found = [f"{text}: differs between ranks; give all hosts the same files"]
-        if found is None:
-            log(f"resumed after step {manifest.step}: {text}; {moved(start, worker)}")
+        if not found:
+            now = layout_words(worker.grid.layout, worker.schedule.name)
+            was = layout_words(start.layout, start.schedule)
+            how = f"layout {now}, as before" if now == was else f"resharded from {was} to {now}"
+            log(f"resumed after step {manifest.step}: {text}; {how}")
             return manifest.step
         wrong += found
         if text != start.candidates[-1]:
             log(f"{FALLBACK}: {'; '.join(found)}")
-
-    def refuse():
-        raise DataError(wrong)
-
-    return session.agree(refuse)
+    raise DataError(wrong)
 
 
 def layout_words(layout: Mapping[str, int], schedule: str) -> str:
     """Return the layout and schedule of a checkpoint as text."""
     return f"{sizes_text(layout)}, {schedule}"
-
-
-def moved(start: Start, worker) -> str:
-    """Return which layout the state moves from and to."""
-    now = layout_words(worker.grid.layout, worker.schedule.name)
-    was = layout_words(start.layout, start.schedule)
-    return f"layout {now}, as before" if now == was else f"resharded from {was} to {now}"

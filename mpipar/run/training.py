@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -47,9 +47,9 @@ from mpipar.run.folder import (
     write_result,
 )
 from mpipar.run.inference.generate import Sampling, continue_one
-from mpipar.run.inputs import prepare
 from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
+from mpipar.run.resolve import prepare
 from mpipar.run.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
 from mpipar.train.gradsync import StepVotes
@@ -65,6 +65,7 @@ class Run:
 
     def __init__(self, session):
         self.session, self.world, self.recorder = session, session.start(), Recorder()
+        self.files = ExitStack()  # closes the files of the run folder
 
     def with_saved_settings(self, parsed):
         """Find what the run starts from; return the flags together with its saved settings.
@@ -77,7 +78,7 @@ class Run:
         )
 
     def prepare(self, parsed, machine_path) -> bool:
-        """Check all that can be checked, and create the run folder.
+        """Check all that can be checked, create the run folder, and open its log.txt.
 
         machine_path: of a data sheet that is said to have chosen the layout.
         Return False if --resume names a run that has ended, so that there is nothing to do.
@@ -113,14 +114,8 @@ class Run:
         self.grid = Grid.of(self.config.grid, world.rank)
         self.folder = resume.agreed_folder(session, start, inputs, sources)
         session.use_folder(self.folder)
+        self.log = Log(world.rank, *self.opened(LOG))
         return True
-
-    @contextmanager
-    def open_files(self):
-        """Open log.txt on world rank 0; the files opened inside the block close with it."""
-        with ExitStack() as self.files:
-            self.log = Log(self.world.rank, *self.opened(LOG))
-            yield
 
     def opened(self, name) -> list[GrowingFile]:
         """Return a file of the run folder for appending, on world rank 0; none elsewhere."""
@@ -147,13 +142,11 @@ class Run:
         headline = console.headline(config, len(facts), len({*hosts}), schedule.num_stages)
         self.told = {"ranks": facts, "headline": headline}
         log(headline)
-        taken = session.held.note if session.held else ""
         trace, done = config.run.trace, self.start.step
-        late = (trace_steps(trace) or (done + 1,))[0] <= done
         missed = f"--trace {trace}: the run resumes after step {done}: nothing is traced"
-        before = (*self.start.notes, missed if late else "", *self.inputs.notes)
-        notes = (*before, *warm_up_notes(config.train), taken)
-        for note in filter(None, notes):
+        late = (trace_steps(trace) or (done + 1,))[0] <= done
+        notes = [*self.start.notes, *[missed] * late, *self.inputs.notes]
+        for note in filter(None, (*notes, *warm_up_notes(config.train), session.held.note)):
             log(one_line(note))
         log(console.holdings(facts))
         if note := console.crowded(hosts, [one["cores"] for one in facts]):
@@ -179,11 +172,11 @@ class Run:
         self.tracer = Tracer(self.worker, self.world, self.folder, traced, timed_ops)
         # Every rank has the same axes, even if it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.groups]
-        metrics, evaluations, events = self.opened(METRICS), self.opened(EVALUATIONS), []
+        metrics, self.evaluations = self.opened(METRICS), self.opened(EVALUATIONS)
         if config.run.tensorboard and self.log.speaks:
-            events = [self.files.enter_context(closing(Events(self.folder, self.first)))]
-        self.growing = [*metrics, *evaluations, *events]
-        metrics, self.evaluations = [*metrics, *events], [*evaluations, *events]
+            events = self.files.enter_context(closing(Events(self.folder, self.first)))
+            metrics, self.evaluations = [*metrics, events], [*self.evaluations, events]
+        self.growing = {*metrics, *self.evaluations}
         self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics)
         held_out = rows.evaluated(self.inputs.held_out, config)
         self.held_out = rows.Rows(self.worker.ops, held_out, config, self.grid)
@@ -267,16 +260,6 @@ class Run:
         session.where = lambda: f"step {step}"
         if step < steps and not self.stopped:
             self.save_after(step, result.votes)
-
-    def is_complete(self) -> bool:
-        """Return whether steps were done, and none was cut off by a request to stop."""
-        return not self.stopped and self.last >= self.first
-
-    def watched(self):
-        """Return the context in which the watchdog follows the barriers of this run."""
-        return self.session.watch.follow_records(
-            self.recorder, self.worker.comms, self.written_bytes
-        )
 
     def votes(self) -> StepVotes:
         """Return what this rank tells the others in a step."""

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from mpipar.config import flags
+from mpipar import cli
 from mpipar.config.sections import Config
 from mpipar.errors import UsageError
-from mpipar.run.files.settings import read
 from mpipar.run.resolve import resolve
 
 
@@ -27,9 +26,7 @@ def changed(config=None, **values):
 
 def reading_of(*argv):
     """The result of reading these words as `mpipar train` does."""
-    parser = flags.Parser(prog="mpipar train")
-    flags.add_flags(parser)
-    return read(*flags.parsed(parser, list(argv)))
+    return cli.context_of(None, "train", list(argv)).parsed
 
 
 def check_refused(words, messages):

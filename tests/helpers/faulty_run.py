@@ -24,7 +24,7 @@ from mpipar.comm.group import Comm
 from mpipar.comm.transport import MpiTransport
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
-from mpipar.run import inputs, resume, training
+from mpipar.run import resolve, resume, training
 from mpipar.run.checkpoint import save, weights
 from mpipar.run.data import rows
 from mpipar.run.data.rows import Rows
@@ -217,7 +217,7 @@ BEFORE_TRAINING = {  # or without
     "init": (Session, "start"),
     "reading the data": (rows, "load"),
     "MPI_Init": (mpi, "initialize"),
-    "prompt": (inputs, "prompt_tokens"),
+    "prompt": (resolve, "prompt_tokens"),
     "setup": (Worker, "initialize"),
     "gradients": (Worker, "gradients"),
     "generation": (Worker, "forward"),

@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.config.grid import AUTO
@@ -22,12 +23,19 @@ from mpipar.errors import UsageError
 from mpipar.run.files.bounded import parse_toml, read_toml
 
 RANKS = re.compile("[0-9]{1,9}")
-KIND_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+EXACT = re.compile(r"\d{0,9}[./]?\d{0,9}", re.ASCII)
+KIND_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Fraction: "a number of at most 9 digits, such as 0.25 or 1/3",
+}
 
 
 @dataclass(frozen=True)
 class ParsedConfig:
-    """What flags and config file say: an unresolved Config, and all problems in reading it.
+    """What flags and config file say: an unresolved Config, and what was wrong in reading it.
 
     given: the fields that the user named, with their values.
     bad: fields that the user named but whose text could not be read.
@@ -37,13 +45,17 @@ class ParsedConfig:
     """
 
     config: Config
-    problems: tuple[str, ...] = ()
     given: Mapping[str, object] = dataclasses.field(default_factory=dict)
     bad: frozenset[str] = frozenset()
     unread: tuple[str, ...] = ()
     chooses_layout: bool = False
     prints: bool = False
     notes: tuple[str, ...] = ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """All problems in reading it, and those of fields whose choice is not taken."""
+        return (*self.unread, *choice_problems(self.config, self.given))
 
 
 def read(
@@ -71,8 +83,8 @@ def read(
         problems.append(
             "--layout auto: only mpipar train accepts it; name the axes, as in --layout dp=2,pp=2"
         )
-    parsed = ParsedConfig(
-        Config(),
+    return ParsedConfig(
+        build(values),
         given=values,
         bad=frozenset(bad),
         unread=tuple(problems),
@@ -80,7 +92,6 @@ def read(
         prints="print_config" in typed,
         notes=tuple(notes),
     )
-    return over({}, parsed)
 
 
 def _read_values(fields: Mapping[str, dataclasses.Field], source, problems, path=None) -> dict:
@@ -132,9 +143,7 @@ def read_arguments(form: type, typed: Mapping[str, object], problems: list[str])
 
 def over(saved: Mapping[str, object], parsed: ParsedConfig) -> ParsedConfig:
     """Return the configuration with an earlier run's settings beneath what the user named."""
-    config = build({**saved, **parsed.given})
-    problems = [*parsed.unread, *choice_problems(config, parsed.given)]
-    return dataclasses.replace(parsed, config=config, problems=tuple(problems))
+    return dataclasses.replace(parsed, config=build({**saved, **parsed.given}))
 
 
 def choice_problems(config: Config, given: dict) -> list[str]:
@@ -237,8 +246,9 @@ def _value(field: dataclasses.Field, raw, is_text: bool):
 
 
 def _single(base: type, raw, is_text: bool):
-    with suppress(ValueError, OverflowError):
-        if is_text and base in (int, float) and isinstance(raw, str):
+    with suppress(ValueError, ArithmeticError):
+        readable = base in (int, float) or (base is Fraction and EXACT.fullmatch(raw))
+        if is_text and isinstance(raw, str) and readable:
             return base(raw)
         if base is float and type(raw) is int:
             return float(raw)

@@ -25,7 +25,7 @@ from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.data import rows
 from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.inference.generate import Sampling, best, draw
-from mpipar.run.inputs import prepare
+from mpipar.run.resolve import prepare
 from mpipar.run.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker
 from tests.helpers.lives.choices import LATER, STEPS, Case, settings_of

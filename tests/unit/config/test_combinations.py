@@ -1,20 +1,19 @@
 """The table of illegal combinations of settings: its rows, and what they say."""
 
-import contextlib
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_process import refusal
 
-from mpipar.config import flags
+from mpipar import cli
 from mpipar.config.resolve import broken_rules
-from mpipar.errors import EXIT_USAGE, UsageError
-from mpipar.pipeline.csv_format import write_csv
+from mpipar.errors import EXIT_USAGE
+from mpipar.pipeline.csv_format import read_csv, write_csv
 from mpipar.pipeline.schedules.catalog import make_schedule
-from mpipar.run.files.settings import read
-from mpipar.run.resolve import RULES, schedule_of_file
+from mpipar.run.resolve import RULES
 
 BY_NAME = {rule.name: rule for rule in RULES}
 OF_FILE = "--schedule-csv 1f1b.csv --pp 2 --num-microbatches 4"
@@ -98,17 +97,10 @@ def files(tmp_path, monkeypatch):
 
 def broken(words, ranks):
     """The refusals of these flags on so many ranks, each with the row that made it."""
-    words, machine = list(words), None
-    if "--machine" in words:
-        at = words.index("--machine")
-        machine = words[at + 1]
-        del words[at : at + 2]
-    parser = flags.Parser(prog="mpipar train")
-    flags.add_flags(parser)
-    parsed = read(*flags.parsed(parser, words), may_choose=True)
-    facts = {"machine": machine, "chooses_layout": parsed.chooses_layout}
-    with contextlib.suppress(UsageError):
-        facts["csv"] = schedule_of_file(parsed.config)
+    found = cli.context_of(None, "train", list(words))
+    parsed, path = found.parsed, found.parsed.config.grid.schedule_csv
+    facts = {"machine": found.args.machine, "chooses_layout": parsed.chooses_layout}
+    facts["csv"] = path and read_csv(Path(path))
     found = broken_rules(parsed.config, ranks, RULES, parsed.bad, **facts)
     return list(parsed.problems), {rule.name: rule.problem(values) for rule, values in found}
 

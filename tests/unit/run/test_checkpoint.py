@@ -24,8 +24,8 @@ from mpipar.layers.stash import Batch
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps
 from mpipar.run.checkpoint.weight_files import DIGESTS, INDEX, WEIGHTS
+from mpipar.run.folder import find_source
 from mpipar.run.resolve import resolve
-from mpipar.run.source import find_source
 
 SHAPE = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 17}
 HEADS = 3

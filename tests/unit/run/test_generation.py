@@ -39,7 +39,7 @@ from mpipar.layers.stash import Stash
 from mpipar.ops import make
 from mpipar.ops.mixed_ops import DTYPES
 from mpipar.run import generation as generation_command
-from mpipar.run import inputs
+from mpipar.run import resolve
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.data.tokenizer import default_tokenizer, load_tokenizer, tokenizer_of
 from mpipar.run.generation import Prompt, answer, read_prompts, show
@@ -490,7 +490,7 @@ def test_a_small_model_without_a_tokenizer_takes_ids(vocab_size, tmp_path):
     checkpoint.save(fresh(vocab_size=vocab_size, layers=1, seq_len=8, dtype="float32"), weights)
     (np.arange(900, dtype="<u2") % 97).tofile(tmp_path / "tokens.bin")
     words = ["--init-from", str(weights), "--data", str(tmp_path / "tokens.bin")]
-    found = inputs.prepare(reading_of(*words), 1, 0)
+    found = resolve.prepare(reading_of(*words), 1, 0)
     assert (found.prompt, found.tokenizer.what, found.tokenizer.files) == ([], "ids", {})
     args = Arguments(str(weights), prompt="5 9")
     request = generation_command.prepare(reading_of(), args, 1, 0)
@@ -502,7 +502,7 @@ def test_a_small_model_without_a_tokenizer_takes_ids(vocab_size, tmp_path):
 def test_text_with_another_vocabulary_than_256_is_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("a text of ASCII letters. " * 100)
     for size in (128, 300):
-        found = inputs.prepare(
+        found = resolve.prepare(
             reading_of("--data", str(tmp_path / "a.txt"), "--vocab-size", str(size)), 1, 0
         )
         assert found.prompt == list(b"The ")

@@ -118,11 +118,6 @@ def test_a_hop_is_the_time_of_a_message_that_was_waited_for():
     assert pop.hop_ns(example()) == 3_000_000
 
 
-def test_two_files_of_a_trace_have_two_names(tmp_path):
-    words = "trace", tmp_path, "--html", tmp_path / "a", "--perfetto", tmp_path / "." / "a"
-    assert_refused(2, ["--html and --perfetto both name"], *words)
-
-
 def test_arrows_from_the_call_itself_lead_backwards(found):
     """The broken twin begins an arrow in the late rank's transfer, as Perfetto would join it."""
     marks = {
