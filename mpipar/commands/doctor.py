@@ -32,7 +32,8 @@ def run(context: Context) -> int:
     Comm: that of the self-test, and one gather over the world.
     """
     import_module("numpy")  # with its BLAS library, which `rank_facts` looks for
-    from mpipar.interconnect.hosts import free_bytes  # late: it loads NumPy
+    from mpipar.interconnect.hosts import free_bytes  # late: they load NumPy
+    from mpipar.run.console.tables import table
 
     session = context.session
     world = session.start()
@@ -45,7 +46,12 @@ def run(context: Context) -> int:
         found = remarks(facts)
         if session.launcher.name is None:
             found += launch_remarks(mpi.library_name(world), len(facts[0]["cores"]), os.geteuid())
-        print("\n".join([*job_lines(session, facts), "", *rank_table(facts), "", *found]).rstrip())
+        rows = [
+            (one["world_rank"], one["host"], ranges(one["cores"]), one["threads"], one["device"])
+            for one in facts
+        ]
+        text = table([("rank", "host", "cores", "threads", "device"), *rows], left=5)
+        print("\n".join([*job_lines(session, facts), "", text, "", *found]).rstrip())
     return EXIT_OK
 
 
@@ -116,17 +122,6 @@ def library_rows(facts: list[dict]) -> list[tuple[str, str]]:
         ("GPU-aware MPI", "{} ({})".format(*gpu_awareness())),
         ("MPI self-test", text),
     ]
-
-
-def rank_table(facts: list[dict]) -> list[str]:
-    """Return one line per rank: host, cores, BLAS threads, device."""
-    from mpipar.run.console.tables import table  # late: it loads NumPy
-
-    rows = [
-        (fact["world_rank"], fact["host"], ranges(fact["cores"]), fact["threads"], fact["device"])
-        for fact in facts
-    ]
-    return table([("rank", "host", "cores", "threads", "device"), *rows], left=5).splitlines()
 
 
 def remarks(facts: list[dict]) -> list[str]:

@@ -35,7 +35,7 @@ from mpipar.run.resolve import resolve
 from mpipar.study.explain import formulas
 from mpipar.study.explain.predict import predict, unit_memory
 from mpipar.study.plan.machine import load_machine
-from mpipar.study.plan.model import Step, step_of
+from mpipar.study.plan.model import step_of
 from mpipar.study.plan.report import PARTS
 from mpipar.train.build import configured_schedule
 
@@ -75,7 +75,9 @@ def run(context: Context) -> int:
     else:
         print_rank(config, schedule, predict(config, args.rank or 0), args.all)
     if machine:
-        text = step_words_on(machine.name, step_of(config, machine))
+        step = step_of(config, machine)
+        parts = [f"{s * 1e3:.2f} {PARTS[name]}" for name, s in step._asdict().items() if s > 0]
+        text = f"predicted step on {machine.name}: {step.total * 1e3:.2f} ms = {' + '.join(parts)}"
         print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
         if config.memory.zero == 0 and config.grid.island_dp * config.grid.cp > 1:
             sharded = replace(config, memory=replace(config.memory, zero=1))
@@ -102,7 +104,7 @@ def configured(parsed, args):
             f" {MOST_RANKS:,} can be explained"
         )
     config, notes = resolve(parsed, world_size)
-    wrong = (
+    problems = broken(
         (
             args.rank is not None and not 0 <= args.rank < world_size,
             f"--rank {args.rank}: the layout has ranks 0 to {world_size - 1}",
@@ -116,7 +118,7 @@ def configured(parsed, args):
             f"--all-ranks: lists at most {MOST_LISTED} ranks, not {world_size:,}; use --rank R",
         ),
     )
-    if problems := broken(*wrong):
+    if problems:
         raise UsageError(problems)
     if notes:
         print("\n".join([*notes, ""]))
@@ -190,16 +192,6 @@ def print_rank(config, schedule, prediction, every_call: bool) -> None:
         print(textwrap.fill(formulas.expert_rows(config), WIDTH))
     if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
         print(f"that is more than --memory-limit {limit} ({nbytes(limit)})")
-
-
-def step_words_on(machine: str, step: Step) -> str:
-    """Return the predicted time of a step, and its parts."""
-    parts = [
-        f"{seconds * 1e3:.2f} {PARTS[name]}"
-        for name, seconds in step._asdict().items()
-        if seconds > 0
-    ]
-    return f"predicted step on {machine}: {step.total * 1e3:.2f} ms = {' + '.join(parts)}"
 
 
 def in_order(prediction, config) -> str:

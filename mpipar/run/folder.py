@@ -68,32 +68,32 @@ def folder_problems(config) -> list[str]:
     return [f"{folder} exists and is not empty; a run never overwrites another: {cure}"]
 
 
-def make_run_folder(config, session, sources: Sources, beside: Mapping[str, bytes]) -> Path:
-    """Create and lock the run folder; return it.
+def open_run_folder(start, config, session, sources: Sources, beside: Mapping[str, bytes]) -> Path:
+    """Create or reopen the run folder, and lock it; return it.
 
-    beside: files to be placed beside the weights. Raises OutputError and UsageError.
-
-    Only world rank 0 calls it. Another job may claim the folder that the user named at the same
-    moment, so it checks once more, holding the lock, that the folder is empty.
+    start: where the run starts, found before the folder was locked: another job may have claimed it
+    since. beside: files to be placed beside the weights. A trace that is to be written again is
+    set aside. Only world rank 0 calls it. Raises OutputError and UsageError.
     """
-    folder = named_folder(config.run)
-    with said(folder or RUNS, "the run folder can't be made"):
+    folder = Path(start.folder) if start.folder else named_folder(config.run)
+    with said(folder or RUNS, "the run can't be written here"):
         if folder is None:
             folder = _make_numbered_folder()
         no_links.make_root(folder)
         session.lock(folder)
-        if _content(folder):
-            raise UsageError(folder_problems(config))
-        text = json.dumps(asdict(sources), indent=1) + "\n"
-        replace_file(SOURCES, [text.encode()], root=folder)
-        _write(config, beside, folder)
+        if start.folder is None:
+            if _content(folder):
+                raise UsageError(folder_problems(config))
+            text = json.dumps(asdict(sources), indent=1) + "\n"
+            replace_file(SOURCES, [text.encode()], root=folder)
+        elif newest_step(folder) != start.newest:
+            raise UsageError(f"{folder}: another job has just resumed in it; start again")
+        elif traced_steps(config.run.trace, start.step + 1, config.train.steps):
+            set_aside(folder / "trace")
+        no_links.remove_tree(folder, HANG)  # left by a job that was killed
+        replace_file(CONFIG, [to_toml(config).encode()], root=folder)  # makes it a run folder
+        write_tokenizer_files(beside, folder / WEIGHTS)
         return folder
-
-
-def _write(config, beside: Mapping[str, bytes], folder: Path) -> None:
-    """Write what a start leaves in its folder; config.toml makes it a run folder."""
-    replace_file(CONFIG, [to_toml(config).encode()], root=folder)
-    write_tokenizer_files(beside, folder / WEIGHTS)
 
 
 def _content(folder: Path) -> list[str]:
@@ -116,24 +116,6 @@ def read_sources(folder: Path) -> Sources:
         return Sources()
     with problems_as(DataError, str(path), "give a new --out"):
         return built(Sources, parse_json(read_text(SOURCES, root=folder)), "it")
-
-
-def resume_in(start, config, session, beside: Mapping[str, bytes]) -> Path:
-    """Lock a run folder and prepare it for resuming; return it.
-
-    start: where the run starts, found before the folder was locked. A trace that is to be written
-    again is set aside. Only world rank 0 calls it. Raises OutputError and UsageError.
-    """
-    folder = Path(start.folder)
-    with said(folder, "the run can't resume here"):
-        session.lock(folder)
-        if newest_step(folder) != start.newest:
-            raise UsageError(f"{folder}: another job has just resumed in it; start again")
-        if traced_steps(config.run.trace, start.step + 1, config.train.steps):
-            set_aside(folder / "trace")
-        no_links.remove_tree(folder, HANG)  # left by a job that was killed
-        _write(config, beside, folder)
-        return folder
 
 
 def newest_step(folder: Path) -> int:

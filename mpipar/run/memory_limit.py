@@ -76,16 +76,14 @@ def wanted(error: MemoryError) -> str:
 
     As in `ops/timed_ops.py`, the layer is the `name` of a function, else that of its `self`.
     """
-    label = layer = site = ""
-    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
-        where, local = source_line(frame.f_code.co_filename, line), frame.f_locals
-        if not where.startswith("mpipar/"):
-            continue
-        label = label or local.get("label", "")
-        if where.startswith("mpipar/ops/"):
-            continue
-        site = site or where
-        if layer := local.get("name") or getattr(local.get("self"), "name", ""):
-            break
-    of = f" of {layer}" if layer else ""
-    return f"{label or 'a result'}{of} ({site}): {str(error).rstrip('.') or 'an allocation'}"
+    frames = [
+        (source_line(frame.f_code.co_filename, line), frame.f_locals)
+        for frame, line in reversed(list(traceback.walk_tb(error.__traceback__)))
+    ]
+    labels = (local.get("label") for where, local in frames if where.startswith("mpipar/"))
+    outer = [one for one in frames if re.match("mpipar/(?!ops/)", one[0])]
+    names = (one.get("name") or getattr(one.get("self"), "name", "") for _, one in outer)
+    of = f" of {layer}" if (layer := next(filter(None, names), "")) else ""
+    site = outer[0][0] if outer else ""
+    what = f"{next(filter(None, labels), 'a result')}{of} ({site})"
+    return f"{what}: {str(error).rstrip('.') or 'an allocation'}"

@@ -17,7 +17,7 @@ from time import perf_counter
 import numpy as np
 
 from mpipar.comm.grid import ISLAND
-from mpipar.comm.objects import broadcast_text, gather_objects
+from mpipar.comm.objects import all_gather_objects
 from mpipar.config.text import counted
 from mpipar.errors import DriftError, EnvironmentProblem, UserError
 from mpipar.layers.param import Param
@@ -102,8 +102,8 @@ class Replicas:
         which is the complement of the largest complement. A rank without a piece gives the smallest
         number for both. Checksums are compared as signed numbers: widespread MPI libraries take
         unsigned ones for signed in MPI_MAX (Open MPI up to 4.1.4, MPICH up to 4.0.2).
-        Comm: one all_reduce of two numbers per piece over world; a gather and a broadcast of facts
-        where copies differ.
+        Comm: one all_reduce of two numbers per piece over world; where copies differ, an all-gather
+        of checksums.
         """
         if not self.places:
             return
@@ -139,22 +139,23 @@ class Replicas:
         If no two ranks differ after all, the reduction that said so was wrong.
         Comm: see `check`.
         """
-        worker, found = self.worker, []
-        facts = gather_objects(worker.mpi_world, [mine.get(piece) for piece in drifted])
-        for (kind, name, shard), *held in zip(drifted, *facts, strict=True) if facts else ():
-            ranks: dict[int, list[int]] = {}
-            for world_rank, checksum in enumerate(held):
-                if checksum is not None:
-                    ranks.setdefault(checksum, []).append(world_rank)
-            if len(ranks) < 2:
-                continue
-            parts = sorted(ranks.values(), key=lambda ranks: (len(ranks), ranks))
+        found = []
+        facts = all_gather_objects(self.worker.mpi_world, [mine.get(piece) for piece in drifted])
+        for (kind, name, shard), *held in zip(drifted, *facts, strict=True):
+            parts = sorted(
+                (
+                    [rank for rank, one in enumerate(held) if one == checksum]
+                    for checksum in {*held} - {None}
+                ),
+                key=lambda ranks: (len(ranks), ranks),
+            )
             sides = " unlike ".join(f"rank{'s' * (len(one) > 1)} {ranges(one)}" for one in parts)
             cut = f" (shard {shard})" if (kind, name, 1) in self.places else ""
             what = f"{TITLES[kind.split('.')[0]]} of {name}{cut}"
-            found.append((len(parts[0]), f"{what}: {sides}"))
+            if len(parts) > 1:
+                found.append((len(parts[0]), f"{what}: {sides}"))
+        if not found:
+            return EnvironmentProblem(NO_DRIFT)
         lines = [line for _, line in sorted(found, key=itemgetter(0))]
         more = [f"and {len(lines) - SHOWN} others"] if len(lines) > SHOWN else []
-        text = "\n".join([f"step {step}: {DRIFT}", *lines[:SHOWN], *more]) if lines else ""
-        told = broadcast_text(worker.mpi_world, text)
-        return DriftError(told.splitlines()) if told else EnvironmentProblem(NO_DRIFT)
+        return DriftError([f"step {step}: {DRIFT}", *lines[:SHOWN], *more])

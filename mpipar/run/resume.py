@@ -35,10 +35,9 @@ from mpipar.run.folder import (
     Sources,
     find_source,
     finished_step,
-    make_run_folder,
     newest_step,
+    open_run_folder,
     read_sources,
-    resume_in,
     tokenizer_folder,
 )
 
@@ -283,17 +282,16 @@ def agreed_folder(session, start: Start, inputs, sources: Sources) -> Path:
     World rank 0 alone writes. Comm: an agreement; the folder's name from world rank 0.
     """
 
-    def made() -> Path | None:
+    def opened() -> str:
         if session.world.rank > 0:
-            return None
+            return ""
         source = sources.resumed or sources.init_from
-        folder = tokenizer_folder(source) if source else None
-        beside = read_tokenizer_files(folder, inputs.tokenizer)
-        if start.folder is None:
-            return make_run_folder(inputs.config, session, sources, beside)
-        return resume_in(start, inputs.config, session, beside)
+        beside = read_tokenizer_files(
+            tokenizer_folder(source) if source else None, inputs.tokenizer
+        )
+        return str(open_run_folder(start, inputs.config, session, sources, beside))
 
-    return Path(broadcast_text(session.world, str(session.agree(made))))
+    return Path(broadcast_text(session.world, session.agree(opened)))
 
 
 def check_begin(start: Start, found: Mapping[str, object], weights: str) -> None:

@@ -448,22 +448,21 @@ class Run:
             self.compare_with_bigrams(loss, count)
         self.state = f"ended after step {self.last}"
         weights = "weights, checkpoints, " if self.last else ""
-        files = f"{weights}metrics, report.html, config.toml and log.txt"
-        self.last_words = f"{files} are in {self.folder}"
+        self.last_words = (
+            f"{weights}metrics, report.html, config.toml and log.txt are in {self.folder}"
+        )
         return code
 
     def show_text(self) -> None:
         """Print text that continues the prompt. Comm: generation."""
-        run, decode = self.config.run, self.inputs.tokenizer.decode
+        run, tokenizer = self.config.run, self.inputs.tokenizer
         if run.sample_tokens:
             prompt = self.inputs.prompt or [int(token) for token in self.inputs.held_out[:1]]
-            end = self.inputs.tokenizer.end
-            sampling = Sampling(
-                run.sample_tokens, TEMPERATURE, run.seed, stop=() if end is None else (end,)
-            )
-            text = list(continue_one(self.worker, prompt, sampling))
-            self.log(f"\ntext generated from {decode(prompt)!r}:")
-            self.log(quoted(decode([*prompt, *text])))
+            stop = () if tokenizer.end is None else (tokenizer.end,)
+            sampling = Sampling(run.sample_tokens, TEMPERATURE, run.seed, stop=stop)
+            text = [*prompt, *continue_one(self.worker, prompt, sampling)]
+            self.log(f"\ntext generated from {tokenizer.decode(prompt)!r}:")
+            self.log(quoted(tokenizer.decode(text)))
 
     def compare_with_bigrams(self, loss: float, count: int) -> None:
         """Print the loss of a bigram model of bytes on the same split, beside that of the decoder.

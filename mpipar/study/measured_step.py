@@ -7,12 +7,12 @@ posting messages, and waiting for a core where ranks share cores. A step lasts f
 pipeline span to the end of its optimizer span.
 """
 
+import resource
 from bisect import bisect_right
 
 from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import COMPUTE
 from mpipar.run.console import tables as console
-from mpipar.run.console.metrics import process_peak
 from mpipar.run.training import Run
 
 
@@ -30,7 +30,8 @@ def show(training: Run) -> str:
             if key.phase in ("F", "I", "recompute", "W", "sync", "opt")
         ],
         "measured": memory.peak,
-        "process": process_peak(),
+        # Its peak resident size, with libraries and MPI's buffers.
+        "process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "shares": share_facts(worker.recorder),
     }
     facts = gather_objects(training.world, fact)

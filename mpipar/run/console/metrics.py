@@ -5,7 +5,6 @@ their own numbers and gather them only when lines are due, so measuring adds no 
 """
 
 import json
-import resource
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
@@ -181,8 +180,3 @@ class PeakMemory:
         traces = tracemalloc.take_snapshot().traces
         tracemalloc.stop()
         self.peak = together - sum(trace.size for trace in traces if trace.domain != ARRAYS)
-
-
-def process_peak() -> int:
-    """Return this process's peak resident size in bytes, with libraries and MPI's buffers."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from time import monotonic
 
 SECONDS = 10.0  # between lines where standard error is no terminal
 PATIENCE_SECONDS = 2.0  # what ends sooner, as most checkpoints do, gets no line
@@ -50,16 +49,7 @@ def progress(what: str, total: int | None, unit: str, **more):
 
 def watched(what: str, blocks: Iterable, total: int) -> Iterator:
     """Yield blocks of bytes or numbers; show a line once that takes long. total: their bytes."""
-    start, done, line = monotonic(), 0, None
-    try:
+    with progress(what, total, "B", delay=PATIENCE_SECONDS) as line:
         for block in blocks:
             yield block
-            size = getattr(block, "nbytes", None) or len(block)
-            done += size
-            if line is not None:
-                line.update(size)
-            elif monotonic() - start > PATIENCE_SECONDS:
-                line = progress(what, total, "B", initial=done)
-    finally:
-        if line is not None:
-            line.close()
+            line.update(getattr(block, "nbytes", None) or len(block))

@@ -179,17 +179,17 @@ def holding_rows(facts: list[dict]) -> list[tuple]:
 def measured_memory(facts: list[dict]) -> str:
     """Return predicted and measured bytes per rank: of arrays, and of the process."""
     rows = [("rank", "predicted peak", "measured peak", "ratio", "whole process")]
-    for fact in facts:
-        predicted = sum(fact["memory"].values())
-        rows.append(
-            (
-                fact["rank"],
-                nbytes(predicted),
-                nbytes(fact["measured"]),
-                f"{fact['measured'] / predicted:.2f}",
-                nbytes(fact["process"]),
-            )
+    rows += [
+        (
+            fact["rank"],
+            nbytes(predicted),
+            nbytes(fact["measured"]),
+            f"{fact['measured'] / predicted:.2f}",
+            nbytes(fact["process"]),
         )
+        for fact in facts
+        for predicted in [sum(fact["memory"].values())]
+    ]
     return table(rows)
 
 

@@ -189,12 +189,10 @@ def test_where_there_is_no_terminal_a_line_comes_only_now_and_then(
 
 @pytest.mark.parametrize("patience", [-1, 3600])
 def test_a_checkpoint_that_takes_long_has_a_line(patience, open_terminal, monkeypatch):
-    pipe = open_terminal(Pipe())
-    monkeypatch.setattr(progress_module, "SECONDS", 0)
+    terminal = open_terminal()
     monkeypatch.setattr(progress_module, "PATIENCE_SECONDS", patience)
     assert b"".join(progress_module.watched("checkpoint", [b"ab", b"cd", b"e"], 5)) == b"abcde"
-    found = pipe.getvalue().splitlines()
-    assert [one.split()[:2] for one in found[:1]] == [["checkpoint:", "40%|####"]] * (patience < 0)
+    assert ("checkpoint: " in terminal.getvalue()) == (patience < 0)
 
 
 @pytest.mark.parametrize(

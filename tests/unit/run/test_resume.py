@@ -23,7 +23,7 @@ from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.compared import digest_of_weights
 from mpipar.run.files.settings import to_toml, values_of
-from mpipar.run.folder import SOURCES, Sources, folder_problems, resume_in
+from mpipar.run.folder import SOURCES, Sources, folder_problems, open_run_folder
 from mpipar.run.resolve import resolve
 from mpipar.run.resume import Start, check_begin, find_start, load_newest, resumed
 
@@ -395,7 +395,7 @@ def test_a_run_that_another_job_has_continued_meanwhile_is_left_alone(here, monk
     shutil.move("later", "run/checkpoints/step-00000006")
     session = SimpleNamespace(lock=lambda folder: None)
     with pytest.raises(UsageError, match="another job has just resumed in it; start again"):
-        resume_in(found, None, session, {})
+        open_run_folder(found, None, session, Sources(), {})
 
 
 def test_a_checkpoint_that_differs_between_ranks_is_not_loaded(here, monkeypatch):
