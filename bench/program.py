@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from bench import results
-from mpipar.config import flags
 from mpipar.config.text import shown
 from mpipar.interconnect.files import check_writable
+from mpipar.run.files.settings import Parser
 from mpipar.run.process.session import guard
 
 Counts = Mapping[str, tuple[int, str]]  # flag: its default, its help
@@ -47,7 +47,7 @@ class Program:
         measure: Callable[..., Outcome | int],
         *,
         together: Callable[..., bool] | bool = False,
-        add: Callable[[flags.Parser], Any] | None = None,
+        add: Callable[[Parser], Any] | None = None,
         check: Callable[..., None] | None = None,
         counts: Counts | None = None,
         takes_words: bool = False,
@@ -55,7 +55,7 @@ class Program:
         self.name = name if name.startswith(("docs.", "tests.")) else f"bench.{name}"
         self.measure, self.together = measure, together
         self.check, self.takes_words = check, takes_words
-        self.parser = flags.Parser(prog=f"python -m {self.name}", description=doc)
+        self.parser = Parser(prog=f"python -m {self.name}", description=doc)
         if add:
             add(self.parser)
         add_counts(self.parser, counts or {})
@@ -111,7 +111,7 @@ def count(text: str) -> int:
     return int(text)
 
 
-def add_counts(parser: flags.Parser, counts: Counts) -> None:
+def add_counts(parser: Parser, counts: Counts) -> None:
     """Add flags whose values are whole numbers above 0."""
     for name, (default, text) in counts.items():
         parser.add_argument(name, type=count, default=default, help=f"{text} ({default})")

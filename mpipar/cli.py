@@ -11,12 +11,11 @@ import os
 
 from mpipar import __version__, errors
 from mpipar.commands.command import Command, Context
-from mpipar.config import flags
 from mpipar.config.grid import AUTO
 from mpipar.config.sections import in_force
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, combine, suggestion
-from mpipar.run.files.settings import read, read_arguments, to_toml
+from mpipar.run.files import settings
 from mpipar.run.process import blas, consistency
 from mpipar.run.process.session import Session
 
@@ -73,13 +72,13 @@ def command_of(name: str) -> Command:
     return importlib.import_module(f"mpipar.commands.{name}").COMMAND
 
 
-def command_parser(name: str, every: bool = False) -> flags.Parser:
+def command_parser(name: str, every: bool = False) -> settings.Parser:
     """Return the parser of one command, whose messages carry the program's name.
 
     every: its help shows all flags, not only the common ones.
     """
     command = command_of(name)
-    parser = flags.Parser(
+    parser = settings.Parser(
         prog=f"mpipar {name}",
         usage=f"mpipar {name} {command.usage}",
         description=COMMANDS[name],
@@ -88,8 +87,8 @@ def command_parser(name: str, every: bool = False) -> flags.Parser:
     own = dataclasses.fields(command.arguments)
     for field in own:
         is_hidden = field.metadata["rare"] and not every
-        flags.add_field(parser, field, **({"help": argparse.SUPPRESS} if is_hidden else {}))
-    if command.fields and flags.add_flags(parser, command.fields, every, command.help_of):
+        settings.add_field(parser, field, **({"help": argparse.SUPPRESS} if is_hidden else {}))
+    if command.fields and settings.add_flags(parser, command.fields, every, command.help_of):
         parser.epilog += f"\n\nmpipar {name} --help-all lists every flag."
     return parser
 
@@ -100,10 +99,10 @@ def context_of(session: Session | None, name: str, words: list[str]) -> Context:
     Problems of a configuration stay in its ParsedConfig: `resolve` adds those found later.
     """
     command, parser = command_of(name), command_parser(name, "--help-all" in words)
-    typed, problems = flags.parsed(parser, words)
-    args = read_arguments(command.arguments, typed, problems)
+    typed, problems = settings.parsed(parser, words)
+    args = settings.read_arguments(command.arguments, typed, problems)
     # Without settings of a configuration, everything typed is the command's own arguments.
-    parsed, found = read(typed if command.fields else {}, problems, command.trains), []
+    parsed, found = settings.read(typed if command.fields else {}, problems, command.trains), []
     if parsed.problems and (args is None or not command.fields):
         found.append(UsageError(parsed.problems))
     if args is not None:
@@ -159,7 +158,9 @@ def _print_config(context: Context) -> int:
     config, notes = resolve(parsed, session.launcher.size)
     if parsed.chooses_layout:
         notes.append("--layout auto: training chooses; this is the layout without it")
-    _print_once(session, "".join(f"# {note}\n" for note in notes) + to_toml(config).rstrip())
+    _print_once(
+        session, "".join(f"# {note}\n" for note in notes) + settings.to_toml(config).rstrip()
+    )
     return errors.EXIT_OK
 
 

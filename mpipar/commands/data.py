@@ -10,7 +10,7 @@ from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
 from mpipar.config.text import brief, printable
 from mpipar.errors import EXIT_OK, DataError, UsageError, UserError, broken
-from mpipar.run.console.progress import progress
+from mpipar.run.console.output import progress
 from mpipar.run.console.tables import table
 from mpipar.run.data.prepared import BYTES, TRAIN, Texts, prepare
 from mpipar.run.data.source import text_files

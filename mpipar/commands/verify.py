@@ -26,9 +26,8 @@ def run(context: Context) -> int:
     Comm: that of `compare_inputs`; one training step and two streams of tensors to world rank 0.
     """
     from mpipar.run import verify
-    from mpipar.run.compared import compare_inputs
     from mpipar.run.console.tables import layout_text, table
-    from mpipar.run.resolve import prepare
+    from mpipar.run.resolve import compare_inputs, prepare
 
     session, parsed = context.session, context.parsed
     world = session.start()

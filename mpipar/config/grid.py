@@ -1,6 +1,6 @@
 """Parallel layout (dp, pp, cp, tp, ep) and pipeline schedule; every layout that fits so many ranks.
 
-`config.combinations` explains why a layout does not fit.
+`config.resolve` explains why a layout does not fit.
 """
 
 import math

@@ -19,7 +19,6 @@ from mpipar.errors import EXIT_OK, DataError, UsageError, broken
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.tokenizer_files import GENERATION, token_ids
-from mpipar.run.compared import config_facts, digest_of_value
 from mpipar.run.data.documents import check_kind
 from mpipar.run.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.run.files.bounded import problems_as, read_text
@@ -27,7 +26,7 @@ from mpipar.run.files.settings import ParsedConfig
 from mpipar.run.folder import find_source, tokenizer_folder
 from mpipar.run.inference.generate import FULL, STOP, Sampling, Text, generate
 from mpipar.run.process.session import Session
-from mpipar.run.resolve import Prompt, encode_prompts, resolve
+from mpipar.run.resolve import Prompt, config_facts, digest_of_value, encode_prompts, resolve
 from mpipar.train.worker import Worker
 
 ROWS_OF_A_GROUP = 8  # prompts that pass the pipeline together, unless --batch-size is given

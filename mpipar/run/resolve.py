@@ -1,22 +1,28 @@
 """From what the user typed to a complete Config, and to the inputs of a computing command.
 
-One error reports all mistakes of flags, layout, files and device at once.
+One error reports all mistakes of flags, layout, files and device at once. Then all ranks compare
+what determines a job's numbers. Hosts may hold different copies of a file: of data, weights, a
+tokenizer, a schedule, or prompts. Ranks that start from them would train another model than
+intended, so every byte is compared. One process per host reads a large file on behalf of all that
+have the same one there.
 """
 
-from collections.abc import Iterable
-from contextlib import suppress
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import BinaryIO
 
 import numpy as np
 
 from mpipar import ops as ops_module
-from mpipar.config import combinations
 from mpipar.config import resolve as config_resolve
-from mpipar.config.combinations import Rule
 from mpipar.config.grid import GridConfig
+from mpipar.config.resolve import Rule
 from mpipar.config.run import PROMPT
 from mpipar.config.sections import Config, build, in_force, named
 from mpipar.config.setting import flag
@@ -25,8 +31,10 @@ from mpipar.pipeline.csv_format import read_csv
 from mpipar.pipeline.schedules.catalog import FAMILIES, LIMITS, Limit, num_stages
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checkpoint.weight_files import check_digests
 from mpipar.run.data import rows
 from mpipar.run.data.prepared import is_dataset, read_dataset
+from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.data.tokenizer import (
     Tokenizer,
     files_digest,
@@ -34,8 +42,10 @@ from mpipar.run.data.tokenizer import (
     read_files,
     tokenizer_of,
 )
+from mpipar.run.files.bounded import open_regular, problems_as
+from mpipar.run.files.digests import digest_of
 from mpipar.run.files.settings import ParsedConfig
-from mpipar.run.folder import find_source, tokenizer_folder
+from mpipar.run.folder import find_source, source_files, tokenizer_folder
 
 # How routers are trained, which weights do not fix; but a bias per expert is one of the weights.
 ROUTING = ("router_balance", "router_loss_coef")
@@ -140,7 +150,7 @@ def stages(v: SimpleNamespace) -> int | None:
 
 
 RULES = (
-    *combinations.RULES,
+    *config_resolve.RULES,
     *(
         Rule(
             limit.name,
@@ -309,3 +319,81 @@ def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
     if problems:
         raise UsageError(problems[:MOST_PROBLEMS])
     return found
+
+
+# --- what all ranks must have alike
+
+
+def compare_inputs(session, inputs, checkpoint: str = "") -> tuple[dict, str]:
+    """Return the data's fingerprint, and the digest of the checkpoint or else of the first weights.
+
+    That is "" if there are none of either. Unless all ranks have the same, they leave together.
+    Comm: that of `digests_on_host` and of `Session.compare`.
+    """
+    arrays = [inputs.train_part, inputs.held_out]
+    files = {piece.file.name: piece.file for piece in pieces_of(arrays)}
+    digests = digests_on_host(session, files)
+    found = session.agree(lambda: fingerprint(arrays, digests))
+    facts = config_facts(session, inputs.config, inputs.tokenizer)
+    if checkpoint:
+        facts["checkpoint"] = session.agree(lambda: digest_of_weights(checkpoint))
+    data = " ".join(map(str, found.values()))
+    session.compare(facts | {"data": data, "prompt": digest_of_value(inputs.prompt)})
+    return found, facts.get("checkpoint") or facts.get("weights", "")
+
+
+def config_facts(session, config: Config, tokenizer) -> dict[str, str]:
+    """Return facts of a complete Config: its values, and the files that it names except the data.
+
+    Raises DataError if the weights are damaged. Comm: agreements, that of `digests_on_host`.
+    """
+    facts = {flag(name): str(value) for name, value in in_force(config).items()}
+    if tokenizer is not None:
+        facts["tokenizer"] = tokenizer.digest
+    csv, weights = config.grid.schedule_csv, config.run.init_from
+    for fact, given, paths in (
+        ("schedule", csv, lambda: [Path(csv)]),
+        ("weights", weights, lambda: source_files(weights)),
+    ):
+        if given is not None:
+            with ExitStack() as stack:
+                files = session.agree(lambda paths=paths, stack=stack: _opened(paths(), stack))
+                found = digests_on_host(session, files)
+            if fact == "weights":
+                session.agree(lambda found=found: check_digests(Path(weights), found))
+            facts[fact] = digest_of_value(found)
+    return facts
+
+
+def digest_of_weights(folder: str) -> str:
+    """Return the SHA-256 of all bytes of a folder's weights, or of a checkpoint's manifest."""
+    with ExitStack() as stack:
+        return digest_of_value(_digests(_opened(source_files(folder), stack)))
+
+
+def _opened(paths: Iterable[Path], stack: ExitStack) -> dict[str, BinaryIO]:
+    """Return {name: file} of regular files, which the stack closes. Raises DataError."""
+    found = {}
+    for path in paths:
+        with problems_as(DataError, str(path)):
+            found[path.name] = stack.enter_context(open_regular(path))
+    return found
+
+
+def digest_of_value(value) -> str:
+    """Return the SHA-256 of a JSON-able value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def digests_on_host(session, files: Mapping[str, BinaryIO]) -> dict[str, str]:
+    """Return {name: SHA-256} of open files, over every byte of them.
+
+    The first rank of each host reads them, so that the others find the digests in the user's cache.
+    Comm: two agreements.
+    """
+    own = session.agree(lambda: _digests(files) if session.host_rank == 0 else {})
+    return session.agree(lambda: own or _digests(files))
+
+
+def _digests(files: Mapping[str, BinaryIO]) -> dict[str, str]:
+    return {name: digest_of(file, file.name) for name, file in files.items()}

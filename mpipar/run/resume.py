@@ -15,9 +15,9 @@ from pathlib import Path
 
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.comm.objects import all_gather_objects, broadcast_text
-from mpipar.config.combinations import typed
 from mpipar.config.grid import sizes_text
 from mpipar.config.model import CUTS, ModelConfig
+from mpipar.config.resolve import typed
 from mpipar.config.run import AUTO, NEVER, named_folder
 from mpipar.config.sections import named
 from mpipar.config.text import brief, counted
@@ -26,7 +26,6 @@ from mpipar.run.checkpoint.formats import is_step
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import NAME, committed_steps, read_manifest
 from mpipar.run.checkpoint.tokenizer_files import read_tokenizer_files
-from mpipar.run.compared import compare_inputs, digest_of_weights
 from mpipar.run.files.bounded import problems_as, read_text
 from mpipar.run.files.settings import over, skipped, values_of
 from mpipar.run.folder import (
@@ -40,6 +39,7 @@ from mpipar.run.folder import (
     read_sources,
     tokenizer_folder,
 )
+from mpipar.run.resolve import compare_inputs, digest_of_weights
 
 # What determines the numbers of a run: with another value it would be another run.
 FIXED = (

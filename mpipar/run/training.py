@@ -29,9 +29,14 @@ from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.save import Saver
 from mpipar.run.console import tables as console
 from mpipar.run.console.metrics import Metrics, PeakMemory
-from mpipar.run.console.output import GrowingFile, Log
-from mpipar.run.console.progress import SECONDS, watched
-from mpipar.run.console.tensorboard import Events, tensorboard_problems
+from mpipar.run.console.output import (
+    SECONDS,
+    Events,
+    GrowingFile,
+    Log,
+    tensorboard_problems,
+    watched,
+)
 from mpipar.run.data import rows
 from mpipar.run.data.tokenizer import BYTE_VOCABULARY
 from mpipar.run.files.settings import to_toml

@@ -379,7 +379,7 @@ def test_only_what_is_shown_reads_the_time_of_day():
     }
     assert found == {
         "study/report.py",
-        "run/console/tensorboard.py",
+        "run/console/output.py",
         "run/files/digests.py",
         "interconnect/job.py",
     }  # a file from the future is not remembered

@@ -1,18 +1,41 @@
-"""Output of a run: its log, files written on request, and files that grow with the run."""
+"""Output of a run: its log, its progress line, files on request, and files that grow with the run.
 
+A long operation has a progress line: tqdm's on a terminal, elsewhere a line every ten seconds. Both
+go to standard error; what else a process prints stands above it, see `streams.above`. The event
+files for TensorBoard (the extra `tensorboard`) hold the numbers of metrics.jsonl as curves.
+"""
+
+import importlib.util
 import json
 import os
 import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpipar.config.text import harmless, printable
 from mpipar.errors import OutputError
-from mpipar.run.console.progress import is_terminal, progress
 from mpipar.run.files import no_links
 from mpipar.run.files.replace import replace_file, set_aside
 from mpipar.run.process.failure import DISK_ERRORS
 from mpipar.run.process.streams import above, silence_output, warn
+
+EVENTS = "tensorboard"  # in the run folder; each start of a run adds a file
+TAGS = {
+    "loss": "loss/training",
+    "held_out_loss": "loss/held_out",
+    "lr": "learning_rate",
+    "grad_norm": "gradient_norm",
+    "loss_scale": "loss_scale",
+    "tokens_per_second": "speed/tokens_per_second",
+    "step_seconds": "speed/step_seconds",
+    "comm_share_mean": "communication/share_mean",
+    "comm_share_max": "communication/share_max",
+}
+SECONDS = 10.0  # between lines where standard error is no terminal
+PATIENCE_SECONDS = 2.0  # what ends sooner, as most checkpoints do, gets no line
 
 
 def write_text(path: Path, text: str) -> None:
@@ -128,3 +151,114 @@ class Log:
                 warn(f"standard output can't be written: {error.strerror}; the run continues")
         if self.file is not None:
             self.file.write(harmless(text) + "\n")
+
+
+# --- the progress line
+
+
+class Lines:
+    """A stream that makes a line of its own of each text with which tqdm replaces its line."""
+
+    def write(self, text: str) -> None:
+        """Write the text to standard error, if that still has a reader."""
+        if line := text.strip():
+            with suppress(OSError, ValueError):
+                print(line, file=sys.stderr, flush=True)
+
+    def flush(self) -> None:
+        """Do nothing: each line is flushed."""
+
+
+def is_terminal(stream) -> bool:
+    """Return whether a stream is a terminal that can return to the start of a line."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def progress(what: str, total: int | None, unit: str, **more):
+    """Return a tqdm for a `with` block, which tells with update(n) that n more units are done.
+
+    more: other options of tqdm.
+    """
+    from tqdm import tqdm  # takes 37 ms, which a run without a line need not spend
+
+    tqdm.set_lock(threading.RLock())  # its own also locks other processes out
+    tqdm.monitor_interval = 0  # no thread that looks at lines that do not move
+    if not is_terminal(sys.stderr):
+        more |= {"file": Lines(), "delay": SECONDS, "mininterval": SECONDS}
+    return tqdm(
+        desc=what, total=total, unit=unit, unit_scale=True, leave=False, dynamic_ncols=True, **more
+    )
+
+
+def watched(what: str, blocks: Iterable, total: int) -> Iterator:
+    """Yield blocks of bytes or numbers; show a line once that takes long. total: their bytes."""
+    with progress(what, total, "B", delay=PATIENCE_SECONDS) as line:
+        for block in blocks:
+            yield block
+            line.update(getattr(block, "nbytes", None) or len(block))
+
+
+# --- TensorBoard
+
+
+def tensorboard_problems(config) -> list[str]:
+    """Return a problem if --tensorboard is given but its extra is not installed."""
+    wrong = (
+        "--tensorboard: the package tensorboard is not installed: pip install"
+        " '.[tensorboard]', or leave --tensorboard out; metrics.csv has the same numbers"
+    )
+    is_missing = config.run.tensorboard and importlib.util.find_spec("tensorboard") is None
+    return [wrong] * is_missing
+
+
+class Events:
+    """Writes one event file; any failure is reported once, and the run continues.
+
+    first_step: the first step of this start of the run. TensorBoard drops it and later steps from
+    older files.
+    """
+
+    def __init__(self, run_folder: Path, first_step: int):
+        self.writer = None
+        with self._failures_are_said():
+            from tensorboard.compat.proto.event_pb2 import SessionLog
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            self.writer = EventFileWriter(str(no_links.folder(run_folder, EVENTS, make=True)))
+            self._event(first_step, session_log=SessionLog(status=SessionLog.START))
+
+    @contextmanager
+    def _failures_are_said(self):
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - the run is worth more than its curves
+            self.writer = None
+            warn(f"no more event files for TensorBoard: {error}; the run continues")
+
+    def _event(self, step: int, **content) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self.writer.add_event(Event(wall_time=time.time(), step=step, **content))
+
+    def add(self, line: dict) -> None:
+        """Add the numbers of a line of metrics.jsonl or evaluations.jsonl."""
+        if self.writer is not None:
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            known = {tag: line[name] for name, tag in TAGS.items() if line.get(name) is not None}
+            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
+            with self._failures_are_said():
+                self._event(line["step"], summary=Summary(value=values))
+
+    def sync(self) -> str:
+        """Pass all events to the system; there is nothing to report."""
+        with self._failures_are_said():
+            if self.writer is not None:
+                self.writer.flush()
+        return ""
+
+    def close(self) -> None:
+        """Write what is left, and close the file."""
+        with self._failures_are_said():
+            if self.writer is not None:
+                self.writer.close()

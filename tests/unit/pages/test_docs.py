@@ -19,9 +19,8 @@ from docs.build import pictures, tables
 from docs.build.blocks import PageError, blocks_of, update
 from mpipar import cli
 from mpipar.comm.launcher import Launcher
-from mpipar.config import flags
 from mpipar.errors import UsageError
-from mpipar.run.files.settings import read_arguments
+from mpipar.run.files.settings import parsed, read_arguments
 from mpipar.run.process.session import Session
 from mpipar.study.explain.predict import predict
 
@@ -108,7 +107,7 @@ def command_problem(command):
     if program.endswith("mpipar") and words[1:] not in [[name] for name in cli.COMMANDS]:
         try:
             command, parser = cli.command_of(more[0]), cli.command_parser(more[0])
-            typed, problems = flags.parsed(parser, words[2:])
+            typed, problems = parsed(parser, words[2:])
             read_arguments(command.arguments, typed, problems)
         except UsageError as error:
             problems = error.problems

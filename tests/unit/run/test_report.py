@@ -10,10 +10,8 @@ from program import metrics
 from report_cases import config_of, data_of, lines_of, run_folder, told
 from short_runs import TINY, train
 
-from mpipar.run.console import progress as progress_module
-from mpipar.run.console.output import Log
-from mpipar.run.console.progress import progress
-from mpipar.run.console.tensorboard import TAGS, Events
+from mpipar.run.console import output
+from mpipar.run.console.output import TAGS, Events, Log, progress
 from mpipar.run.folder import truncate_after
 from mpipar.run.process.streams import warn
 from mpipar.study import report
@@ -177,7 +175,7 @@ def test_where_there_is_no_terminal_a_line_comes_only_now_and_then(
     seconds, open_terminal, monkeypatch
 ):
     pipe = open_terminal(Pipe())
-    monkeypatch.setattr(progress_module, "SECONDS", seconds)
+    monkeypatch.setattr(output, "SECONDS", seconds)
     with progress("text", 50, "B") as line:
         for _ in range(50):
             line.update()
@@ -190,8 +188,8 @@ def test_where_there_is_no_terminal_a_line_comes_only_now_and_then(
 @pytest.mark.parametrize("patience", [-1, 3600])
 def test_a_checkpoint_that_takes_long_has_a_line(patience, open_terminal, monkeypatch):
     terminal = open_terminal()
-    monkeypatch.setattr(progress_module, "PATIENCE_SECONDS", patience)
-    assert b"".join(progress_module.watched("checkpoint", [b"ab", b"cd", b"e"], 5)) == b"abcde"
+    monkeypatch.setattr(output, "PATIENCE_SECONDS", patience)
+    assert b"".join(output.watched("checkpoint", [b"ab", b"cd", b"e"], 5)) == b"abcde"
     assert ("checkpoint: " in terminal.getvalue()) == (patience < 0)
 
 

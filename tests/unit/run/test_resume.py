@@ -21,10 +21,9 @@ from mpipar.errors import DataError, UsageError
 from mpipar.run import resume
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
-from mpipar.run.compared import digest_of_weights
 from mpipar.run.files.settings import to_toml, values_of
 from mpipar.run.folder import SOURCES, Sources, folder_problems, open_run_folder
-from mpipar.run.resolve import resolve
+from mpipar.run.resolve import digest_of_weights, resolve
 from mpipar.run.resume import Start, check_begin, find_start, load_newest, resumed
 
 TINY = """--data text.txt --layers 2 --d-model 8 --heads 2 --ffn 12 --seq-len 5 --batch-size 4

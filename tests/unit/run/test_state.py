@@ -36,8 +36,8 @@ from mpipar.run.checkpoint.boxes import within
 from mpipar.run.checkpoint.formats import model_settings
 from mpipar.run.checkpoint.load import Pieces, load_state
 from mpipar.run.checkpoint.manifest import NAME, committed_steps, damage, read_manifest
-from mpipar.run.compared import digest_of_weights
 from mpipar.run.files.settings import values_of
+from mpipar.run.resolve import digest_of_weights
 from mpipar.study.explain.predict import predict
 
 LAYOUTS = [
