@@ -42,9 +42,13 @@ def run(context: Context) -> int:
     trace = trace_file.read(args.run_folder)
     with trace_file.contradictions_are_data_errors(args.run_folder):
         analysis = Analysis(trace)
-        if args.html is not None or args.perfetto is not None:
-            write_files(args, analysis)
-        else:
+        if args.perfetto is not None:
+            perfetto.write(analysis.trace, analysis.waits, Path(args.perfetto))
+            print(f"{harmless(args.perfetto)}: open it in https://ui.perfetto.dev")
+        if args.html is not None:
+            html.write(analysis, Path(args.html))
+            print(f"{harmless(args.html)}: open it in a browser")
+        if args.html is None and args.perfetto is None:
             show(analysis)
     return EXIT_OK
 
@@ -65,9 +69,18 @@ def show(analysis: Analysis) -> None:
     rows = [("efficiency", "value", "what it says")]
     rows += [(name, f"{value:6.1%}", what) for name, value, what in analysis.efficiencies]
     print("\n" + table(rows, left=3))
-    print_findings(analysis)
+    if analysis.findings:
+        print("\nfindings:")
+    for finding in analysis.findings:
+        text = f"- {finding.kind} (about {finding.lost_ms:.1f} ms per step): {finding.text}"
+        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+    print("\nwhere the time went, ms per step:")
+    print(table(rank_cells(analysis), left=2))
     if analysis.waits.events:
-        print_waits(analysis)
+        print("\nwhat others waited for, ms per step (waiting summed over ranks):")
+        print(table(cause_cells(analysis, MOST)) if analysis.costs else "no rank waited")
+        print("\nby barrier, ms per step (summed over ranks), and how often a rank was last:")
+        print(table_with_words(barrier_cells(analysis), left=2))  # without what took no time
     if len(trace.schedule().programs) > 1 and pop.whole_steps(trace):
         print("\nbusy share and bubble of each pipeline rank:")
         print(bubble_table(pop.pipeline_bubble(trace)))
@@ -76,38 +89,6 @@ def show(analysis: Analysis) -> None:
             f"\n{len(analysis.waits.unmatched)} operations have no counterpart in the trace: all"
             " their time counts as transfer"
         )
-
-
-def write_files(args, analysis: Analysis) -> None:
-    """Write the requested files, and print a line for each."""
-    if args.perfetto is not None:
-        perfetto.write(analysis.trace, analysis.waits, Path(args.perfetto))
-        print(f"{harmless(args.perfetto)}: open it in https://ui.perfetto.dev")
-    if args.html is not None:
-        html.write(analysis, Path(args.html))
-        print(f"{harmless(args.html)}: open it in a browser")
-
-
-def print_findings(analysis: Analysis) -> None:
-    """Print the findings, and where each rank's time went."""
-    if analysis.findings:
-        print("\nfindings:")
-    for finding in analysis.findings:
-        text = f"- {finding.kind} (about {finding.lost_ms:.1f} ms per step): {finding.text}"
-        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
-    print("\nwhere the time went, ms per step:")
-    print(table(rank_cells(analysis), left=2))
-
-
-def print_waits(analysis: Analysis) -> None:
-    """Print causes of waiting, and one row per barrier with its source; what took no time is not.
-
-    Times are per step and summed over ranks.
-    """
-    print("\nwhat others waited for, ms per step (waiting summed over ranks):")
-    print(table(cause_cells(analysis, MOST)) if analysis.costs else "no rank waited")
-    print("\nby barrier, ms per step (summed over ranks), and how often a rank was last:")
-    print(table_with_words(barrier_cells(analysis), left=2))
 
 
 COMMAND = Command(run, "RUN [--perfetto FILE] [--html FILE]", Arguments)

@@ -115,11 +115,6 @@ def sizes_text(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in shown_axes(sizes))
 
 
-def typed(sizes: Mapping[str, int]) -> str:
-    """Return a layout as a flag to type."""
-    return f"--layout {axes_text(sizes)}"
-
-
 def axes_text(sizes: Mapping[str, int]) -> str:
     """Return a layout as the value of --layout."""
     return ",".join(f"{axis}={size}" for axis, size in shown_axes(sizes))

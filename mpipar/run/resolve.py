@@ -224,34 +224,25 @@ def prepare(
     """
     found = {}
 
-    def read_data(config):
-        found["parts"], found["what"] = rows.load(config, thorough=host_rank == 0)
-
-    def make_ops(config):
-        found["ops"] = ops_module.make_for(config.run, host_rank)
-
     def read_text(config):
-        if "parts" in found:  # whether a prompt is text depends on the data
-            found["tokenizer"] = tokenizer_of_run(config, started, found["parts"][0])
+        if "data" in found:  # whether a prompt is text depends on the data
+            found["tokenizer"] = tokenizer_of_run(config, started, found["data"][0][0])
             found["prompt"] = prompt_tokens(config, found["tokenizer"])
 
-    def read_weights(config):
-        found["unread"] = checkpoint.unread_notes(config)
-
-    checks = [
+    checks = [  # each keeps what it has read
         *checks,
-        (read_data, DataError),
+        (lambda config: found.update(data=rows.load(config, host_rank == 0)), DataError),
         (read_text, UsageError),
-        (read_weights, DataError),
-        (make_ops, EnvironmentProblem),
+        (lambda config: found.update(unread=checkpoint.unread_notes(config)), DataError),
+        (
+            lambda config: found.update(ops=ops_module.make_for(config.run, host_rank)),
+            EnvironmentProblem,
+        ),
     ]
     config, notes = resolve(parsed, world_size, checks, machine)
-    train_part, held_out = found["parts"]
-    notes.append(
-        f"data: {found['what']}; {len(train_part):,} to train on, {len(held_out):,} held out"
-    )
-    notes += found["unread"]
-    notes += tokenizer_notes(config, found["tokenizer"], train_part)
+    (train_part, held_out), what = found["data"]
+    notes.append(f"data: {what}; {len(train_part):,} to train on, {len(held_out):,} held out")
+    notes += [*found["unread"], *tokenizer_notes(config, found["tokenizer"], train_part)]
     return Inputs(
         config, notes, found["ops"], train_part, held_out, found["tokenizer"], found["prompt"]
     )

@@ -110,27 +110,19 @@ def agreed_start(session, run) -> Start:
 def find_start(run) -> Start:
     """Find the checkpoint that --resume selects; raise UserError if there is none to load.
 
-    `auto` takes the newest readable one, and none in a folder without any.
+    `auto` takes the newest one with a readable manifest, and none in a folder without any.
     """
-    folder = named_folder(run)
-    if run.resume == NEVER:
-        return Start()
+    folder, notes = named_folder(run), []
+    if run.resume == NEVER or (run.resume != AUTO and run.init_from is not None):
+        return Start()  # of two sources the table of combinations says what is wrong
     if run.resume == AUTO:
         steps = [path for _, path in committed_steps(folder / CHECKPOINTS)][::-1] if folder else []
         if not steps:
             return again(run, folder) if folder and os.path.isfile(folder / CONFIG) else Start()
         check_first_weights(run, folder, read_sources(folder))
-    elif run.init_from is not None:
-        return Start()  # two sources, which the table of combinations refuses
     else:
         source, steps = _named_steps(run.resume)
         folder = source if (folder or source).resolve() == source.resolve() else None
-    return _newest_of(steps, folder, run.resume)
-
-
-def _newest_of(steps: list[Path], folder: Path | None, asked: str) -> Start:
-    """Return the Start after the first of these steps with a readable manifest. asked: --resume."""
-    notes: list[str] = []
     for number, path in enumerate(steps):
         try:
             with problems_as(DataError, str(path / NAME)):
@@ -151,7 +143,7 @@ def _newest_of(steps: list[Path], folder: Path | None, asked: str) -> Start:
             finished=finished_step(folder) if folder else 0,
             notes=tuple(f"{FALLBACK}: {note}" for note in notes),
         )
-    raise DataError([*notes, f"--resume {asked}: no checkpoint can be read"])
+    raise DataError([*notes, f"--resume {run.resume}: no checkpoint can be read"])
 
 
 def again(run, folder: Path) -> Start:

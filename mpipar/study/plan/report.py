@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from mpipar.comm.grid import AXES
-from mpipar.config.grid import sizes_text, typed
+from mpipar.config.grid import axes_text, sizes_text
 from mpipar.config.sections import Config, settings
 from mpipar.config.setting import flag
 from mpipar.config.text import counted
@@ -232,7 +232,8 @@ def command_line(question: Question, job: Job, one: Candidate) -> str:
         for _, field, value in settings(wanted)
         if field.name not in (*AXES, "ep") and value not in (None, before.get(field.name))
     ]
-    first = f"mpiexec -n {question.ranks} mpipar train {job.flags} {typed(one.layout._asdict())}"
+    layout = axes_text(one.layout._asdict())
+    first = f"mpiexec -n {question.ranks} mpipar train {job.flags} --layout {layout}"
     lines = textwrap.wrap(" ".join(words), LONGEST, break_long_words=False, break_on_hyphens=False)
     return " \\\n    ".join([first, *lines]).replace("\0", " ")
 
