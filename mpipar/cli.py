@@ -42,8 +42,8 @@ usage: mpipar COMMAND [flags]
 
 def exit_codes() -> str:
     """Return the table that every --help ends with."""
-    lines = [f"  {code:>3}  {meaning}" for code, meaning in errors.EXIT_CODES.items()]
-    return "\n".join(["exit codes:", *lines])
+    codes = errors.EXIT_CODES.items()
+    return "\n".join(["exit codes:", *(f"  {code:>3}  {meaning}" for code, meaning in codes)])
 
 
 def overview() -> str:
@@ -114,13 +114,10 @@ def context_of(session: Session | None, name: str, words: list[str]) -> Context:
 
 def main(argv: list[str], session: Session) -> int:
     """Run one command; return its exit code. Raises UserError for what the user can fix."""
-    if not argv or argv[0] in ("-h", "--help", "help"):
-        _print_once(session, overview())
+    name, *words = argv or ["help"]
+    if name in ("-h", "--help", "help", "--version"):
+        _print_once(session, f"mpipar {__version__}" if name == "--version" else overview())
         return errors.EXIT_OK
-    if argv[0] == "--version":
-        _print_once(session, f"mpipar {__version__}")
-        return errors.EXIT_OK
-    name, *words = argv
     command = command_of(name)
     if not command.needs_mpi and session.launcher.rank > 0:
         return errors.EXIT_OK  # under a launcher only one process prints and writes the files

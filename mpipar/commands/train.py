@@ -68,6 +68,8 @@ def run(context: Context) -> int:
                     try:
                         training.loop()
                     except (NonFiniteError, DriftError):  # on all ranks of a step
+                        training.flush()
+                        training.state = f"failed in {session.where()} of {config.train.steps}"
                         write_report()
                         raise
                     if not training.stopped and training.last >= training.first:

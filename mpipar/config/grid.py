@@ -156,19 +156,12 @@ def matching(
         if pp <= layers
     ]
     fits = [one for one in options if all(map(lambda want, have: want in (None, have), given, one))]
-    return sorted(fits, key=preference(given, ranks))
-
-
-def preference(given, world_size: int):
-    """Return a sort key for layouts: tp 2 if 4 divides the free ranks, pp 2 if even, the rest dp.
-
-    A second tp rank halves memory and work but communicates most, so the default is at most two.
-    A second pp rank communicates least. dp takes the rest, because it needs no more memory per
-    rank as it grows.
-    """
+    # The default: tp 2 if 4 divides the free ranks, pp 2 if even, the rest dp. A second tp rank
+    # halves memory and work but communicates most, so the default is at most two. A second pp rank
+    # communicates least. dp takes the rest, because it needs no more memory per rank as it grows.
     _, pp, tp = given
-    free = world_size // math.prod(axis or 1 for axis in given)
+    free = ranks // math.prod(axis or 1 for axis in given)
     want_tp = tp or (2 if free % 4 == 0 else 1)
     left = free if tp else free // want_tp
     want_pp = pp or (2 if left % 2 == 0 else 1)
-    return lambda one: (abs(one[2] - want_tp), abs(one[1] - want_pp))
+    return sorted(fits, key=lambda one: (abs(one[2] - want_tp), abs(one[1] - want_pp)))

@@ -7,8 +7,6 @@ from pathlib import Path
 from mpipar.config.presets import PRESETS
 from mpipar.config.setting import setting
 
-OF_GPU = ("device", "cuda")
-OF_FLOAT16 = ("dtype", "float16")
 RUNS = Path("runs")  # parent of run folders that --out does not name
 SUMS = ("mpi", "ring", "doubling", "halves", "window")  # of --all-reduce
 # How the text at the end begins, and the temperature of its draws; `generate` takes others.
@@ -43,7 +41,7 @@ class RunConfig:
         "float16: initial loss scale (default 65536)",
         above=0,
         below=2.0**127,
-        only=OF_FLOAT16,
+        only=("dtype", "float16"),
     )
     kernels: str | None = setting(
         None,
@@ -54,7 +52,7 @@ class RunConfig:
         "blas",
         "GPU: library or kernel for matrix products",
         choices=("blas", "tile"),
-        only=OF_GPU,
+        only=("device", "cuda"),
     )
     seed: int = setting(
         0, "determines weights and order of rows, for every layout", low=0, below=2**63

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from mpipar.config.setting import setting
 
 OF_ADAMW = ("optimizer", "adamw", "muon")
-OF_ZERO_3 = ("zero", 3)
 OF_ISLANDS = ("islands",)  # for any number of islands
 
 
@@ -93,7 +92,7 @@ class MemoryConfig:
         "yes = weights are gathered for each pass of a block; no = once per step, kept from the"
         " first pass of a stage to the last",
         choices=("yes", "no"),
-        only=OF_ZERO_3,
+        only=("zero", 3),
     )
 
     @property

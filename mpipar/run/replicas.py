@@ -18,7 +18,6 @@ import numpy as np
 
 from mpipar.comm.grid import ISLAND
 from mpipar.comm.objects import all_gather_objects
-from mpipar.config.text import counted
 from mpipar.errors import DriftError, EnvironmentProblem, UserError
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
@@ -122,14 +121,6 @@ class Replicas:
         self.count, self.seconds = self.count + 1, self.seconds + perf_counter() - start
         if drifted:
             raise self._error(step, drifted, mine)
-
-    def summary(self) -> str:
-        """Return what the comparisons so far have found and how long they took."""
-        each = self.seconds / self.count * 1e3
-        return (
-            "all copies of tensors were equal: compared"
-            f" {counted(self.count, 'time')}, {each:.1f} ms each"
-        )
 
     def _error(self, step: int, drifted: list[PieceOf], mine: dict[PieceOf, int]) -> UserError:
         """Return an error that names each piece that drifted, with its ranks by what they hold.

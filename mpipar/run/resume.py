@@ -39,7 +39,7 @@ from mpipar.run.folder import (
     read_sources,
     tokenizer_folder,
 )
-from mpipar.run.resolve import compare_inputs, digest_of_weights
+from mpipar.run.resolve import digest_of_weights
 
 # What determines the numbers of a run: with another value it would be another run.
 FIXED = (
@@ -255,17 +255,6 @@ def start_problems(start: Start, config) -> list[str]:
         return []
     cure = f"use {start.step} or more, or evaluate its weights with --steps 0 --init-from"
     return [f"--steps {config.train.steps}: the checkpoint is already of step {start.step}; {cure}"]
-
-
-def agreed_sources(session, start: Start, inputs) -> Sources:
-    """Return what this run starts from, which must be the same as on other ranks and as at first.
-
-    Otherwise all ranks leave together. Comm: that of `compare_inputs`, and an agreement.
-    """
-    first = next(iter(start.candidates), "")
-    found, digest = compare_inputs(session, inputs, first)
-    session.agree(lambda: check_begin(start, found, digest))
-    return Sources(inputs.config.run.init_from or "", digest, first, found)
 
 
 def agreed_folder(session, start: Start, inputs, sources: Sources) -> Path:

@@ -12,13 +12,11 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.objects import gather_objects
 from mpipar.comm.record import Recorder
 from mpipar.config.run import TEMPERATURE, trace_steps, traced_steps
-from mpipar.config.text import one_line, quoted
+from mpipar.config.text import counted, one_line, quoted
 from mpipar.errors import (
     EXIT_OK,
     EXIT_STOPPED,
-    DriftError,
     EnvironmentProblem,
-    NonFiniteError,
     OutputError,
     UsageError,
 )
@@ -46,6 +44,7 @@ from mpipar.run.folder import (
     LOG,
     METRICS,
     WEIGHTS,
+    Sources,
     folder_problems,
     keep,
     truncate_after,
@@ -54,7 +53,7 @@ from mpipar.run.folder import (
 from mpipar.run.inference.generate import Sampling, continue_one
 from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
-from mpipar.run.resolve import prepare
+from mpipar.run.resolve import compare_inputs, prepare
 from mpipar.run.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
 from mpipar.train.gradsync import StepVotes
@@ -90,6 +89,7 @@ class Run:
         Comm: agreements, and that of the functions of `resume`.
         """
         session, world, start = self.session, self.world, self.start
+        first = next(iter(start.candidates), "")
         checks = [
             (partial(resume.start_problems, start), UsageError),
             (tensorboard_problems, EnvironmentProblem),
@@ -102,7 +102,7 @@ class Run:
                 world.size,
                 session.host_rank,
                 checks,
-                next(iter(start.candidates), None),
+                first,
                 machine_path,
             )
         )
@@ -113,9 +113,10 @@ class Run:
                     " to do. For more steps, add --steps"
                 )
             return False
-        sources = resume.agreed_sources(session, start, inputs)
-        self.fingerprint = sources.data
         self.inputs, self.config = inputs, inputs.config
+        self.fingerprint, digest = compare_inputs(session, inputs, first)
+        session.agree(lambda: resume.check_begin(start, self.fingerprint, digest))
+        sources = Sources(self.config.run.init_from or "", digest, first, self.fingerprint)
         self.grid = Grid.of(self.config.grid, world.rank)
         self.folder = resume.agreed_folder(session, start, inputs, sources)
         session.use_folder(self.folder)
@@ -232,12 +233,7 @@ class Run:
         self.durations: list[float] = []
         with self.log.steps(self.first - 1, steps):
             for step in range(self.first, steps + 1):
-                try:
-                    self.take(step)
-                except (NonFiniteError, DriftError):  # raised on all ranks
-                    self.flush()
-                    self.state = f"failed in step {step} of {steps}"
-                    raise
+                self.take(step)
                 if self.stopped:
                     break
         self.seconds = perf_counter() - start
@@ -246,8 +242,10 @@ class Run:
                 f"\nthe trace of {len(self.tracer.steps)} steps is in {self.folder / 'trace'};"
                 f" see it with: mpipar trace {self.folder}"
             )
-        if self.replicas.count:
-            self.log(self.replicas.summary())
+        if count := self.replicas.count:
+            each = self.replicas.seconds / count * 1e3
+            times = f"{counted(count, 'time')}, {each:.1f} ms each"
+            self.log(f"all copies of tensors were equal: compared {times}")
 
     def take(self, step: int) -> None:
         """Take a step, report it, and evaluate and save after it where that is due."""
@@ -258,7 +256,8 @@ class Run:
         self.last = step
         self.show_step(result)
         self.check_replicas(step, step == steps or result.votes.stop)
-        if self.due(self.config.run.eval_interval, step) and step < steps:
+        every = self.config.run.eval_interval
+        if every and step % every == 0 and step < steps:
             session.where = lambda: f"evaluation after step {step}"
             self.evaluate(step)  # before a stop too: a resumed run starts after it
         self.stopped = result.votes.stop
@@ -287,7 +286,8 @@ class Run:
         if line:
             self.log.step(console.step_line(steps, line[0], seconds), stops)
             self.shown = now
-        self.log.status(console.status(result, self.worker.num_tokens / seconds))
+        speed = console.short_count(self.worker.num_tokens / seconds)
+        self.log.status(f"loss {result.loss:.4f}, {speed} tok/s")
 
     def check_replicas(self, step, now) -> None:
         """Compare all replicas of tensors every --check-replicas steps, and if `now` is true.
@@ -316,11 +316,6 @@ class Run:
                 )
         return lines
 
-    @staticmethod
-    def due(every: int, step: int) -> bool:
-        """Return whether this step is one of every so many; 0: none is."""
-        return bool(every) and step % every == 0
-
     def evaluate(self, step: int) -> tuple[float, int]:
         """Return (mean held-out loss, number of tokens); evaluations.jsonl gets them too.
 
@@ -346,7 +341,8 @@ class Run:
 
         Comm: that of `attempt`.
         """
-        due = votes.save or self.due(self.config.run.save_interval, step)
+        every = self.config.run.save_interval
+        due = votes.save or (every and step % every == 0)
         if not (due or votes.written):
             return
         with self.recorder.at("save"):

@@ -130,10 +130,9 @@ def compare_with_one_rank(
     if world_rank > 0:
         return []
     serial = expected(config, part)
-    found = differences(
-        "value",
-        {"loss and gradient norm": np.array(parallel[:2])},
-        {"loss and gradient norm": np.array(serial[:2])},
-    )
-    found += differences("gradient", parallel[2], serial[2])
-    return found + differences("weight", parallel[3], serial[3])
+    ours, its = ({"loss and gradient norm": np.array(one[:2])} for one in (parallel, serial))
+    return [
+        *differences("value", ours, its),
+        *differences("gradient", parallel[2], serial[2]),
+        *differences("weight", parallel[3], serial[3]),
+    ]

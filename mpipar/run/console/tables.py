@@ -213,11 +213,6 @@ def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
     )
 
 
-def status(result, tokens_per_second: float) -> str:
-    """Return what the progress line says of a `StepResult`."""
-    return f"loss {result.loss:.4f}, {short_count(tokens_per_second)} tok/s"
-
-
 def crowded(hosts: list[str], cores: list[int]) -> str | None:
     """Return a remark on hosts with more ranks than cores, or None.
 
