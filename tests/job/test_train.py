@@ -4,13 +4,12 @@ import json
 import re
 import signal
 import sys
-import tomllib
 
 import numpy as np
 import pytest
 from config_helpers import changed
 from helpers import REPOSITORY, assert_all_close, assert_close, run_command, run_ranks
-from in_process import alone, assert_refused, printed
+from in_process import alone, assert_refused
 from program import (
     LIMIT,
     PROGRAM,
@@ -95,17 +94,6 @@ def test_metrics_have_their_fields(layout, runs):
         if pp > 1:  # each microbatch crosses pp - 1 cuts both ways, sent once and received once
             act = 8 * (8 // dp) * 7 * 18  # bytes of all its microbatches' activations
             assert line["comm"]["pp"]["bytes"] == 2 * 2 * (pp - 1) * act * dp * tp
-
-
-# --- configuration and weights
-
-
-def test_resolved_config_reads_back(runs):
-    folder, _ = runs[FOUR]
-    config = tomllib.loads((folder / "config.toml").read_text())
-    assert (config["dp"], config["num-microbatches"], config["ffn"]) == (1, 4, 31)
-    again = printed("train", "--config", folder / "config.toml", "--print-config", ranks=4)
-    assert tomllib.loads(again) == config
 
 
 # --- the console: layout, progress, barriers, memory, losses, text
@@ -200,27 +188,6 @@ def losses(folder):
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.slow
-def test_a_schedule_from_a_csv_file_trains_like_the_one_by_name(tmp_path):
-    path, name = tmp_path / "order.csv", "zb-v"
-    printed("schedule", name, "--pp", 2, "--num-microbatches", 4, "--csv", path)
-    runs = {"name": ["--schedule", name], "csv": ["--schedule-csv", path]}
-    for out, flags in runs.items():
-        result = mpipar("train", *SMALL, *flags, "--out", tmp_path / out, ranks=2).ended()
-        assert "text generated" in result.stdout
-        assert f", schedule {path if out == 'csv' else name}, " in result.stdout.splitlines()[0]
-    assert losses(tmp_path / "csv") == losses(tmp_path / "name")
-
-
-def test_what_a_csv_file_does_not_leave_open_is_refused(tmp_path):
-    path = tmp_path / "order.csv"
-    printed("schedule", "zb-v", "--pp", 2, "--num-microbatches", 4, "--csv", path)
-    own = [f"{flag} with --schedule-csv {path}" for flag in ("--schedule zb-v", "--chunks 3")]
-    words = ["--pp", 2, "--schedule-csv", path, "--schedule", "zb-v", "--chunks", 3]
-    said = [*own, "--stage-layers 2,2 with", "use as many numbers as"]
-    assert_refused(2, said, "explain", *words, "--stage-layers", "2,2")
-
-
 def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):
     rows = [
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
@@ -239,29 +206,6 @@ def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):
         ranks=2,
     ).ended()
     assert "held-out loss" in result.stdout
-
-
-@pytest.mark.parametrize(("rows", "what"), [
-    (["0F0,0B0,0F1,0B1", "1F0,1B0,1B1,1F1"], "1B1"),
-    (["0F0,0F1,0B0,0B1", "1F0,1B0,1F1"], "1B1"),
-    (["0F0,0B0"], "--pp 1"),
-])  # fmt: skip
-def test_a_broken_csv_file_is_refused(tmp_path, rows, what):
-    (tmp_path / "bad.csv").write_text("\n".join(rows) + "\n")
-    assert_refused(
-        2,
-        [what],
-        "train",
-        *SMALL,
-        "--num-microbatches",
-        2,
-        "--out",
-        tmp_path / "run",
-        "--schedule-csv",
-        tmp_path / "bad.csv",
-        ranks=2,
-    )
-    assert not (tmp_path / "run").exists()
 
 
 # --- `--all-reduce` as a user types it: a rank that dies
@@ -349,14 +293,6 @@ def test_a_run_is_not_resumed_for_no_steps(trained):
     words = ["--resume", "first", "--steps", "0"]
     block = alone("train", *NO_STEPS, *words, cwd=trained).ended(2).stderr
     assert "step 2; use 2 or more, or evaluate its weights with --steps 0 --init-from" in block
-
-
-def test_another_layout_finds_the_loss_of_one_rank(trained):
-    layout = "tp=2"
-    words = [*NO_STEPS, "--init-from", "first", "--steps", "0", "--out", layout, "--layout", layout]
-    mpipar("train", *words, ranks=2, cwd=trained).ended()
-    expected = result(trained / "first")["held_out_loss"]
-    assert result(trained / layout)["held_out_loss"] == pytest.approx(expected, rel=1e-12, abs=0)
 
 
 # --- evaluation during a run: the run is the same without them; its data; refusals

@@ -1,14 +1,12 @@
 """The covering arrays of tests.helpers.lives: no setting and no legal pair is left out."""
 
-import itertools
 from functools import partial
 
 import numpy as np
-import pytest
 
 from mpipar.config.sections import FIELDS
 from tests.helpers.lives import kept
-from tests.helpers.lives.array import Completion, Coverage, pairs
+from tests.helpers.lives.array import Completion, Coverage
 from tests.helpers.lives.choices import (
     BASE,
     BASE_OF,
@@ -17,19 +15,6 @@ from tests.helpers.lives.choices import (
     refusals,
     small_choices,
 )
-
-FEW = {
-    name: CHOICES[name]
-    for name in (
-        "dp",
-        "tp",
-        "arch",
-        "activation",
-        "sequence_parallel",
-        "tp_matmul",
-        "zero",
-    )
-}
 
 
 def test_each_setting_is_a_choice_or_stands_outside_with_its_reason():
@@ -56,26 +41,3 @@ def test_the_kept_arrays_hold_each_value_and_each_pair():
         lived = {case[name] for case in arrays["few"]}
         legal = {value for value in values if completion.of({name: value})}
         assert lived == legal, name
-
-
-@pytest.mark.slow
-def test_each_pair_occurs_or_each_case_with_it_is_refused():
-    cases, illegal = pairs(FEW, refusals)
-    assert all(not refusals(case) for case in cases)
-    whole = [dict(zip(FEW, values, strict=True)) for values in itertools.product(*FEW.values())]
-    legal = [case for case in whole if not refusals(case)]
-
-    def in_some(part, those):
-        return any(part.items() <= case.items() for case in those)
-
-    parts = [
-        {one: a, other: b}
-        for one, other in itertools.combinations(FEW, 2)
-        for a, b in itertools.product(FEW[one], FEW[other])
-    ]
-    assert [part for part in parts if in_some(part, legal)] == [
-        part for part in parts if in_some(part, cases)
-    ]
-    assert len(illegal) == len(parts) - sum(in_some(part, legal) for part in parts)
-    assert not any(in_some(part, legal) for part in illegal)
-    assert len(cases) < len(legal) / 10
