@@ -250,15 +250,16 @@ def summary(timeline: Timeline, form: ClosedForm | None) -> str:
     """Return the simulated numbers of the whole step beside the closed forms."""
     bubble, peak = spread(timeline.global_bubble), spread(timeline.peak_stash)
     messages = draw.short_number(sum(timeline.messages))
-    rows = [
-        ("", "simulated", "closed form"),
-        ("step", draw.short_number(timeline.makespan), ""),
-        ("bubble, idle time of a worker", bubble, formula(form and form.bubble)),
-        ("bubble, share of the step", f"{100 * timeline.bubble_share:.1f} %", ""),
-        ("peak stash, stage activations", peak, formula(form and form.peak_stash)),
-        ("messages of all workers", messages, formula(form and form.messages)),
-    ]
-    return table(rows)
+    return table(
+        [
+            ("", "simulated", "closed form"),
+            ("step", draw.short_number(timeline.makespan), ""),
+            ("bubble, idle time of a worker", bubble, formula(form and form.bubble)),
+            ("bubble, share of the step", f"{100 * timeline.bubble_share:.1f} %", ""),
+            ("peak stash, stage activations", peak, formula(form and form.peak_stash)),
+            ("messages of all workers", messages, formula(form and form.messages)),
+        ]
+    )
 
 
 def formula(term: tuple[str, Real | None] | None) -> str:

@@ -139,8 +139,6 @@ def unknown_word(word: str, names, what: str) -> str:
         return f"is called {flag(SYNONYMS[name])} here; type that"
     if name in OTHERWISE:
         return f"unknown {what}; type {OTHERWISE[name]}"
-    options = {one.replace("_", "-"): flag(one) for one in names}
-    options |= {
-        other.replace("_", "-"): flag(one) for other, one in SYNONYMS.items() if one in names
-    }
+    known = dict(zip(names, names, strict=True)) | SYNONYMS
+    options = {other.replace("_", "-"): flag(one) for other, one in known.items() if one in names}
     return f"unknown {what}{suggestion(word.lstrip('-').replace('_', '-'), options)}"

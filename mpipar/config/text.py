@@ -1,7 +1,5 @@
 """Escapes foreign text, for a terminal and for messages that quote it."""
 
-from __future__ import annotations
-
 import re
 import sys
 

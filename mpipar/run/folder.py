@@ -3,8 +3,6 @@
 Every command finds weights by `find_source`: those of a run, a folder of weights, or a checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

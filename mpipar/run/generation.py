@@ -1,7 +1,5 @@
 """The work of `mpipar generate`: prompts, and the text that a model adds to them, on any layout."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import sys

@@ -5,8 +5,6 @@ products use one thread. On a GPU CuPy's pool enforces it. A layer that is too l
 thus fails here as it would there.
 """
 
-from __future__ import annotations
-
 import re
 import resource
 import traceback

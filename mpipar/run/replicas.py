@@ -7,8 +7,6 @@ bit by bit. If one differs, a memory, a link or a library is at fault, and the c
 further apart without any error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from operator import itemgetter

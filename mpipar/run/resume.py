@@ -5,8 +5,6 @@ from the same step with the same settings. A run folder without a checkpoint sta
 the first time: with the settings of its config.toml, and from what its sources.json names.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The parts of a training run, in execution order; `commands.train` puts them together."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack, closing, suppress
 from functools import partial
@@ -252,7 +250,13 @@ class Run:
         session, steps = self.session, self.config.train.steps
         session.where = lambda: f"step {step}"
         with self.tracer.step(step):
-            result = self.worker.train_step(step, lambda mb: self.rows.train(step, mb), self.votes)
+            result = self.worker.train_step(
+                step,
+                lambda mb: self.rows.train(step, mb),
+                lambda: StepVotes(
+                    session.stop_requested, session.save_requested, self.saver.written()
+                ),
+            )
         self.last = step
         self.show_step(result)
         self.check_replicas(step, step == steps or result.votes.stop)
@@ -264,11 +268,6 @@ class Run:
         session.where = lambda: f"step {step}"
         if step < steps and not self.stopped:
             self.save_after(step, result.votes)
-
-    def votes(self) -> StepVotes:
-        """Return what this rank tells the others in a step."""
-        session = self.session
-        return StepVotes(session.stop_requested, session.save_requested, self.saver.written())
 
     def show_step(self, result) -> None:
         """Record a step, and print it if it is time to. Comm: that of `Metrics.flush`."""

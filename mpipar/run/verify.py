@@ -5,8 +5,6 @@ whole batch as one microbatch, so it shares no schedule, message or reduction wi
 test.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
