@@ -431,14 +431,20 @@ Check = tuple[Callable[[Config], list[str] | None], type[UserError]]
 
 def _value_problems(config: Config) -> dict[str, str]:
     """Return {field name: what is wrong with its value}, each field on its own."""
-    found = {field.name: field_problem(field, value) for _, field, value in settings(config)}
-    return {name: problem for name, problem in found.items() if problem}
+    return {
+        field.name: problem
+        for _, field, value in settings(config)
+        if (problem := field_problem(field, value))
+    }
 
 
 def config_problems(config: Config) -> list[str]:
     """Return everything wrong with the values themselves, whatever the number of ranks."""
-    rules = [rule.problem(values) for rule, values in broken_rules(config, None)]
-    return [*_value_problems(config).values(), *rules]
+    rules = broken_rules(config, None)
+    return [
+        *_value_problems(config).values(),
+        *(rule.problem(values) for rule, values in rules),
+    ]
 
 
 def _choose_batch(config: Config) -> tuple[Config, list[str]]:

@@ -19,7 +19,7 @@ from mpipar.config.resolve import typed
 from mpipar.config.run import AUTO, NEVER, named_folder
 from mpipar.config.sections import named
 from mpipar.config.text import brief, counted
-from mpipar.errors import DataError, UsageError
+from mpipar.errors import DataError, UsageError, broken
 from mpipar.run.checkpoint.formats import is_step
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import NAME, committed_steps, read_manifest
@@ -249,10 +249,16 @@ def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> li
 
 def start_problems(start: Start, config) -> list[str]:
     """Return what is wrong if the run has no steps left after its checkpoint."""
-    if max(config.train.steps, 0) >= start.step:  # a negative number is refused elsewhere
-        return []
-    cure = f"use {start.step} or more, or evaluate its weights with --steps 0 --init-from"
-    return [f"--steps {config.train.steps}: the checkpoint is already of step {start.step}; {cure}"]
+    steps, done = config.train.steps, start.step
+    return broken(
+        (
+            0 <= steps < done,  # a negative number is refused elsewhere
+            (
+                f"--steps {steps}: the checkpoint is already of step {done}; use {done} or more, or"
+                " evaluate its weights with --steps 0 --init-from"
+            ),
+        )
+    )
 
 
 def agreed_folder(session, start: Start, inputs, sources: Sources) -> Path:

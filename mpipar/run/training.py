@@ -91,9 +91,9 @@ class Run:
         checks = [
             (partial(resume.start_problems, start), UsageError),
             (tensorboard_problems, EnvironmentProblem),
+            # World rank 0 alone checks the disk.
+            *[(folder_problems, UsageError)] * (world.rank == 0 and start.folder is None),
         ]
-        if world.rank == 0 and start.folder is None:  # world rank 0 alone checks the disk
-            checks.append((folder_problems, UsageError))
         inputs = session.agree(
             lambda: prepare(
                 parsed,

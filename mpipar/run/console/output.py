@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpipar.config.text import harmless, printable
-from mpipar.errors import OutputError
+from mpipar.errors import OutputError, broken
 from mpipar.run.files import no_links
 from mpipar.run.files.replace import replace_file, set_aside
 from mpipar.run.process.failure import DISK_ERRORS
@@ -203,12 +203,15 @@ def watched(what: str, blocks: Iterable, total: int) -> Iterator:
 
 def tensorboard_problems(config) -> list[str]:
     """Return a problem if --tensorboard is given but its extra is not installed."""
-    wrong = (
-        "--tensorboard: the package tensorboard is not installed: pip install"
-        " '.[tensorboard]', or leave --tensorboard out; metrics.csv has the same numbers"
+    return broken(
+        (
+            config.run.tensorboard and importlib.util.find_spec("tensorboard") is None,
+            (
+                "--tensorboard: the package tensorboard is not installed: pip install"
+                " '.[tensorboard]', or leave --tensorboard out; metrics.csv has the same numbers"
+            ),
+        )
     )
-    is_missing = config.run.tensorboard and importlib.util.find_spec("tensorboard") is None
-    return [wrong] * is_missing
 
 
 class Events:
