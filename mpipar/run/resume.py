@@ -330,7 +330,11 @@ def load_newest(session, worker, start: Start, log) -> int:
         wrong += found
         if text != start.candidates[-1]:
             log(f"{FALLBACK}: {'; '.join(found)}")
-    raise DataError(wrong)
+
+    def refuse():
+        raise DataError(wrong)
+
+    return session.agree(refuse)
 
 
 def layout_words(layout: Mapping[str, int], schedule: str) -> str:
