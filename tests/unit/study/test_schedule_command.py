@@ -461,50 +461,6 @@ def undominated(states, one_chunk):
     return kept
 
 
-def exhaustive(ranks, m, cap):
-    """The fewest steps by plain breadth-first search over every choice, idling included."""
-    stages = sum(map(len, ranks))
-    done = tuple((m, m, m) for _ in range(stages))
-    layer, step = {tuple((0, 0, 0) for _ in range(stages))}, 0
-    while done not in layer:
-        following = set()
-        for state in layer:
-            moves = [{(None, None), *possible(state, stages, m, cap)} for stages in ranks]
-            for choice in product(*moves):
-                after = [list(counts) for counts in state]
-                for stage, kind in choice:
-                    if stage is not None:
-                        after[stage][kind] += 1
-                following.add(tuple(map(tuple, after)))
-        layer, step = following, step + 1
-    return step
-
-
-ONE_CHUNK = [(0,), (1,)]
-V = [(0, 3), (1, 2)]
-LOOP = [(0, 2), (1, 3)]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "m", "caps"),
-    [
-        (ONE_CHUNK, 3, (1, 2, 3)),
-        ([(0,), (1,), (2,)], 2, (1, 2)),
-        (V, 1, (1, 2)),
-        (LOOP, 1, (2,)),
-        ([(0, 1)], 3, (2, 3, 6)),
-        (V, 2, (2, 3)),
-        (LOOP, 2, (2, 3)),
-    ],
-)
-def test_the_search_leaves_nothing_out(ranks, m, caps):
-    for cap in caps:
-        if cap < len(ranks[0]):
-            assert best_step(ranks, m, cap, 60) is None  # a microbatch does not fit
-        else:
-            assert best_step(ranks, m, cap, 60) == exhaustive(ranks, m, cap)
-
-
 # Unit passes by which a schedule's step is longer than the best with the same stash, at most, over
 # p <= 4, m <= 6 with one stage a rank and p <= 2, m <= 4 with two.
 WORST_GAP = {
