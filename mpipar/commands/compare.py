@@ -62,9 +62,12 @@ def print_runs(before: Analysis, after: Analysis) -> None:
 def print_step(before: Analysis, after: Analysis) -> str:
     """Print how long a step takes on both sides; return the verdict."""
     step, counts = comparison.step_time(before, after)
-    undecided = "within the spread: neither slower nor faster"
-    if min(counts) < comparison.LEAST_STEPS:
-        undecided = "which may be chance: take more steps"
+    few = min(counts) < comparison.LEAST_STEPS
+    undecided = (
+        "which may be chance: take more steps"
+        if few
+        else "within the spread: neither slower nor faster"
+    )
     print(
         f"\na step takes {step.before[1]:.2f} ms in A and {step.after[1]:.2f} ms in B (medians of"
         f" {counts[0]} and {counts[1]} steps):\nB takes"

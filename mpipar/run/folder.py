@@ -18,10 +18,10 @@ from mpipar.run.checkpoint.formats import is_step
 from mpipar.run.checkpoint.manifest import NAME, committed_steps
 from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.run.checkpoint.weight_files import instead_of_weights, weight_paths
-from mpipar.run.console.metrics import lines_of
+from mpipar.run.console.metrics import lines_of, read_lines
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import built, parse_json, problems_as, read_text, recognize
-from mpipar.run.files.replace import replace_file, replaced_files, set_aside
+from mpipar.run.files.replace import replace_file, set_aside
 from mpipar.run.files.settings import to_toml
 from mpipar.run.process import lock
 from mpipar.run.process.watchdog import HANG
@@ -131,28 +131,19 @@ def truncate_after(folder: Path, step: int) -> list[str]:
     notes = []
     with said(folder, "the run can't resume here"):
         for name in filter(lambda name: os.path.lexists(folder / name), (METRICS, EVALUATIONS)):
-            if damaged := _cut_lines(folder, name, step):
-                lines = counted(damaged, "damaged line")
-                notes.append(f"WARNING: {folder / name}: {lines} removed; the run continues")
+            _, damaged = read_lines(folder, name)
+            lines = lines_of(folder, name)
+            whole = (line for line, value in lines if value and value["step"] <= step)
+            replace_file(name, whole, root=folder)
+            if damaged:
+                removed = f"{counted(damaged, 'damaged line')} removed"
+                notes.append(f"WARNING: {folder / name}: {removed}; the run continues")
         for name in (CSV, REPORT):
             no_links.remove(folder, name)
         for number, path in committed_steps(folder / CHECKPOINTS):
             if number > step:
                 notes.append(f"a checkpoint of a later step is kept aside as {set_aside(path)}")
     return notes
-
-
-def _cut_lines(folder: Path, name: str, step: int) -> int:
-    """Keep a file's whole lines up to `step`; return how many lines were damaged."""
-    damaged = 0
-    with replaced_files(folder) as create:
-        file = create(name)
-        for line, value in lines_of(folder, name):
-            if value is None:
-                damaged += 1
-            elif value["step"] <= step:
-                file.write(line)
-    return damaged
 
 
 def finished_step(folder: Path) -> int:

@@ -177,10 +177,10 @@ class Run:
         # Every rank has the same axes, even if it is alone in a group (a tie has two members).
         axes = [*self.worker.comms.groups]
         metrics, self.evaluations = self.opened(METRICS), self.opened(EVALUATIONS)
+        self.growing = [*metrics, *self.evaluations]
         if config.run.tensorboard and self.log.speaks:
             events = self.files.enter_context(closing(Events(self.folder, self.first)))
             metrics, self.evaluations = [*metrics, events], [*self.evaluations, events]
-        self.growing = {*metrics, *self.evaluations}
         self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics)
         held_out = rows.evaluated(self.inputs.held_out, config)
         self.held_out = rows.Rows(self.worker.ops, held_out, config, self.grid)

@@ -252,13 +252,7 @@ class Events:
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
             with self._failures_are_said():
                 self._event(line["step"], summary=Summary(value=values))
-
-    def sync(self) -> str:
-        """Pass all events to the system; there is nothing to report."""
-        with self._failures_are_said():
-            if self.writer is not None:
                 self.writer.flush()
-        return ""
 
     def close(self) -> None:
         """Write what is left, and close the file."""
