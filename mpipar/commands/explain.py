@@ -71,7 +71,12 @@ def run(context: Context) -> int:
     config, machine = configured(parsed, args)
     schedule = configured_schedule(config.grid)
     if args.all_ranks:
-        print_all_ranks(config, schedule, args.all)
+        predictions = [predict(config, world_rank) for world_rank in range(config.grid.num_ranks)]
+        print(f"{counted(len(predictions), 'rank')}; {step_words(config, schedule)}\n")
+        print(holdings([holding(config, schedule, one) for one in predictions]))
+        if args.all:
+            print("\nbarriers by name, per step, summed over ranks:")
+            print(barriers([counters(one) for one in predictions], 1, timed=False))
     else:
         print_rank(config, schedule, predict(config, args.rank or 0), args.all)
     if machine:
@@ -123,16 +128,6 @@ def configured(parsed, args):
     if notes:
         print("\n".join([*notes, ""]))
     return config, load_machine(args.machine, world_size) if args.machine is not None else None
-
-
-def print_all_ranks(config, schedule, barriers_too: bool) -> None:
-    """Print what each rank holds, and with `barriers_too` the barriers of all ranks together."""
-    predictions = [predict(config, world_rank) for world_rank in range(config.grid.num_ranks)]
-    print(f"{counted(len(predictions), 'rank')}; {step_words(config, schedule)}\n")
-    print(holdings([holding(config, schedule, one) for one in predictions]))
-    if barriers_too:
-        print("\nbarriers by name, per step, summed over ranks:")
-        print(barriers([counters(one) for one in predictions], 1, timed=False))
 
 
 def counters(prediction) -> list[tuple]:

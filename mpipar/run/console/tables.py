@@ -13,7 +13,7 @@ from mpipar.comm.record import Key, Sums, family
 from mpipar.config.grid import sizes_text
 from mpipar.config.model import ModelConfig
 from mpipar.config.text import counted
-from mpipar.models.decoder import CUT
+from mpipar.models.decoder import CUT, ENTRY
 
 WIDTH = 100  # characters per line of text
 BARRIER = ("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step")
@@ -141,7 +141,8 @@ def holding(config, schedule, prediction, host: str | None = None) -> dict:
         "host": host,
         "place": grid.describe(),
         "stages": [
-            describe_stage(stage, split) for stage in schedule.stages_by_rank[grid.group_rank("pp")]
+            describe_stage(stage, split, ENTRY)
+            for stage in schedule.stages_by_rank[grid.group_rank("pp")]
         ],
         "share": share if grid.size("tp") > 1 else "all",
         "params": prediction.num_params,
