@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import re
-import types
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
@@ -71,8 +70,8 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options):
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(allow_abbrev=False, **options)
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(allow_abbrev=False, formatter_class=form, **options)
 
     def error(self, message):
         raise UsageError(f"{brief(message, 300)}; see {self.prog} --help")
@@ -83,10 +82,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_flags(
-    parser: argparse.ArgumentParser,
-    names=frozenset(FLAGS),
-    every=True,
-    help_of=types.MappingProxyType({}),
+    parser: argparse.ArgumentParser, names, every: bool, help_of: Mapping[str, str]
 ) -> bool:
     """Add the flags of the named fields and those of MORE; return whether the help hides some.
 
