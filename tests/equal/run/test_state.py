@@ -19,13 +19,13 @@ from mpipar.comm.record import Sums
 from mpipar.config.model import model_config
 from mpipar.errors import OutputError
 from mpipar.layers.stash import Batch
-from mpipar.run import compared
 from mpipar.run.checkpoint import boxes
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
 from mpipar.run.inference.generate import Sampling, Text, continue_one, generate
+from mpipar.run.resolve import digests_on_host
 from mpipar.train.gradsync import StepVotes
 
 FACTS = {"config": "", "data": {}}
@@ -212,7 +212,7 @@ def test_every_rank_has_the_digest_of_its_own_file(tmp_path):
     path, content = tmp_path / "own", b"of rank 1" if WORLD.rank == 1 else b"of all"
     path.write_bytes(content)
     with open(path, "rb") as file:
-        found = compared.digests_on_host(Host, {"own": file})
+        found = digests_on_host(Host, {"own": file})
     assert found == {"own": hashlib.sha256(content).hexdigest()}
 
 
