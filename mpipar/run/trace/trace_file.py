@@ -355,10 +355,8 @@ def _fill(trace: RankTrace, numbers: bytes, clock: CommonClock, first: int) -> N
                 column.min(initial=0) >= 0 and column.max(initial=-1) < len(trace.texts)
             ):
                 raise IndexError(each)
-        if kind is LayerOperation:
-            trace.operations = own
-        else:
-            getattr(trace, name).extend(map(kind, *_values(kind, own, trace.texts)))
+        as_rows = kind is not LayerOperation
+        setattr(trace, name, [*map(kind, *_values(kind, own, trace.texts))] if as_rows else own)
     trace.steps = tuple((step, int(since(one)), int(since(end))) for step, one, end in trace.steps)
 
 

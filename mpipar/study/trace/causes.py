@@ -300,7 +300,6 @@ def _what(segment: Segment) -> tuple:
         return kind, span.stage
     if kind != "transfer":
         return (kind,)
-    if span is not None and span.kind == "save":
+    if span and span.kind == "save":
         return ("save",)
-    record = call.record
-    return kind, record.axis, record.name, call.event and call.event.ranks
+    return kind, call.record.axis, call.record.name, call.event and call.event.ranks

@@ -41,8 +41,7 @@ class Change:
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the three quartiles of at least one value."""
-    low, middle, high = np.percentile(values, (25, 50, 75))
-    return float(low), float(middle), float(high)
+    return tuple(np.percentile(values, (25, 50, 75)).tolist())
 
 
 def change(what: str, before: Sequence[float], after: Sequence[float]) -> Change:

@@ -150,8 +150,8 @@ def shown_steps(analysis: Analysis) -> tuple[set[int], list[str]]:
     """Return the steps that the page shows, the first alone of a large trace, and remarks on it."""
     trace = analysis.trace
     steps = [step for step, *_ in trace.ranks[0].steps]
-    rows = ((rank.spans, rank.records, *rank.operations[:1]) for rank in trace.ranks)
-    if sum(sum(map(len, own)) for own in rows) <= MOST_SLICES:
+    counts = (len(one.spans + one.records) + len(one.operations[0]) for one in trace.ranks)
+    if sum(counts) <= MOST_SLICES:
         return set(steps), []
     return {steps[0]}, [f"a large trace: step {steps[0]} of {counted(len(steps), 'step')} is shown"]
 

@@ -176,5 +176,4 @@ def totals(waits: Waits, key) -> dict:
     for event in waits.events:
         for one in {key(call) for call in event.calls if call.wait_ns}:
             sums[one].last[event.last] += 1
-    order = sorted(sums, key=lambda k: -(sums[k].wait_ns + sums[k].transfer_ns))
-    return {k: sums[k] for k in order}
+    return dict(sorted(sums.items(), key=lambda item: -(item[1].wait_ns + item[1].transfer_ns)))

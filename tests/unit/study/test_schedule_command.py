@@ -8,8 +8,6 @@ done. Time goes in steps of one pass; what a step makes can be used from the nex
 import base64
 import json
 import re
-import subprocess
-import sys
 import zlib
 from dataclasses import replace
 from fractions import Fraction
@@ -151,20 +149,6 @@ def test_mistakes(words, expected, capsys):
 def test_a_file_that_cannot_be_written(tmp_path, capsys):
     with pytest.raises(OutputError, match=r"cannot write .*picture\.svg"):
         run(f"1f1b --svg {tmp_path}/none/picture.svg", capsys)
-
-
-def test_the_program_needs_no_mpi():
-    """The whole command in a fresh interpreter, from the command line to the grid."""
-    code = (
-        "import sys; sys.argv[1:] = ['schedule', 'zb-v']\n"
-        "import runpy\n"
-        "try: runpy.run_module('mpipar', run_name='__main__')\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "assert not [name for name in sys.modules if name.startswith('mpi4py')]\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "worker 3 .   .   .   3F0 4F0 3F1" in done.stdout
 
 
 # --- the schedule explorer: its orders as data, what it is filled with, and refusals
@@ -362,14 +346,6 @@ def test_dualpipe_v_bubble_of_the_last_rank(p, m, share):
     """(p-1)(f&b + b - 3w) with f = i = w = 1, also where overlapping saves time."""
     timeline = simulate(make_schedule("dualpipe-v", p, m), Costs(overlap=share))
     assert timeline.global_bubble[p - 1] == (p - 1) * (3 * share + 2 - 3)
-
-
-def test_unequal_stages():
-    """One slow stage sets the pace of 1F1B: m times its cost, plus the way to it and back."""
-    costs = Costs((1, 5, 1), (1, 5, 1), (1, 5, 1))
-    timeline = simulate(make_schedule("1f1b", 3, 6), costs)
-    assert timeline.busy == (18, 90, 18)
-    assert timeline.makespan == 1 + 6 * 15 + 2
 
 
 def test_a_schedule_that_hangs_is_not_simulated():

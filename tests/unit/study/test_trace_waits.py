@@ -274,15 +274,10 @@ def test_communication_inside_a_pass_is_not_useful():
 
 
 def test_only_whole_steps_count():
-    """The oldest of several steps may have lost its first spans; saving follows a step."""
-    later = [(kind, (start + 30, end + 30), 2) for kind, (start, end), _ in SPANS]
-    calls = [*CALLS[1:], *((start + 30, end + 30, 2) for start, end, _ in CALLS), (60, 90, 2)]
-    facts = share_facts(Past([*SPANS[1:], *later, ("F", (60, 61), 3)], calls))
-    assert facts == pytest.approx({"useful": 8e-3, "communication": 7e-3, "rest": 5e-3})
+    """The ring of the records is full sooner, so of step 1 only spans are left, of step 2 a part.
 
-
-def test_steps_that_have_lost_records_do_not_count():
-    """The ring of the records is full sooner: of step 1 only spans are left, of step 2 a part."""
+    Saving follows a step, and step 4 is not over.
+    """
     spans = [
         (kind, (start + 30 * step, end + 30 * step), step)
         for step in (1, 2, 3)
@@ -290,9 +285,10 @@ def test_steps_that_have_lost_records_do_not_count():
     ]
     calls = [
         (start + 30 * step, end + 30 * step, step) for step in (2, 3) for start, end, _ in CALLS
-    ][1:]
-    facts = share_facts(Past(spans, calls))
-    assert facts == pytest.approx({"useful": 8e-3, "communication": 7e-3, "rest": 5e-3})
+    ]
+    past = Past([*spans[1:], ("F", (120, 121), 4)], [*calls[1:], (112, 119, 3)])
+    found = share_facts(past)
+    assert found == pytest.approx({"useful": 8e-3, "communication": 7e-3, "rest": 5e-3})
 
 
 def test_shares_of_a_trace_add_to_one():
