@@ -23,7 +23,6 @@ import program
 import pytest
 import slurm_cluster
 import threadpoolctl
-from short_runs import late_runs  # noqa: F401 - a fixture of the whole session
 
 from bench.kernels import nvrtc
 from mpipar.run.process import blas

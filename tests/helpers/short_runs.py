@@ -2,9 +2,7 @@
 
 import functools
 import json
-import shutil
 
-import pytest
 from helpers import run_command, run_ranks
 from in_process import alone
 from program import FAULTY, LETTERS, LIMIT, TEXT, environment, metrics, mpipar
@@ -81,7 +79,6 @@ def assert_same_run(one, other, step=10):
 # The text is short: its held-out part is evaluated in rows of 8 tokens.
 TRACED = f"""--layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 2
     --steps 6 --sample-tokens 0 {" ".join(TEXT)}""".split()
-PASSES = 5 * 2  # of the five steps of two microbatches that `late_runs` trace
 
 
 def traced(folder, *words, fault="none", ranks=2):
@@ -89,23 +86,6 @@ def traced(folder, *words, fault="none", ranks=2):
     command = [*FAULTY, fault, "train", *words, "--out", str(folder)]
     run_ranks(ranks, command, 100, environment()).ended()
     return trace_file.read(folder)
-
-
-@pytest.fixture(scope="session")
-def late_runs(tmp_path_factory):
-    """Return {fault: folder} of two runs that differ in 50 ms of sleep on rank 1, twice a step.
-
-    Of five traced steps one may be delayed by other work, which the quartiles do not see. A run
-    that was delayed for longer than by its fault is repeated, since it shows another cause.
-    """
-    folders = {fault: tmp_path_factory.mktemp("late") / fault for fault in ("none", "delay")}
-    for fault, folder in folders.items():
-        for _ in range(3):
-            shutil.rmtree(folder, ignore_errors=True)
-            trace = traced(folder, *TRACED, "--layout", "tp=2", "--trace", "2:6", fault=fault)
-            if max(rank.end - rank.start for rank in trace.ranks) < 1.5 * PASSES * 50e6:
-                break
-    return folders
 
 
 # By fault: the words of its cause.

@@ -11,7 +11,7 @@ from helpers import find_launcher
 from in_process import alone, assert_refused, printed
 from program import mpipar
 from report_cases import data_of
-from short_runs import FAULTS, PASSES, TRACED, traced
+from short_runs import FAULTS, TRACED, traced
 from trace_cases import blocking, check_arrows, check_slices, span
 from trace_cases import trace as made
 from trace_cases import waits_and_segments as analyse
@@ -28,25 +28,22 @@ from mpipar.study.trace.segments import timeline
 pytestmark = pytest.mark.skipif(find_launcher() is None, reason="no mpiexec: install .[mpich]")
 
 
+PASSES = 5 * 2  # of the five traced steps of two microbatches
+
+
 @pytest.fixture(scope="module")
-def delayed(late_runs):
-    """Rank 1 sleeps 50 ms in one named layer, once a microbatch, in every step."""
-    return trace_file.read(late_runs["delay"]), late_runs["delay"]
+def delayed(tmp_path_factory):
+    """Rank 1 sleeps 50 ms in one named layer, once a microbatch, in every step.
 
-
-@pytest.mark.slow
-def test_the_files_hold_the_steps_asked_for_and_nothing_else(delayed):
-    trace, folder = delayed
-    assert sorted(path.name for path in (folder / "trace").iterdir()) == [
-        "meta.json",
-        "rank-00000.bin",
-        "rank-00001.bin",
-    ]
-    for rank in trace.ranks:
-        assert [step for step, _, _ in rank.steps] == [2, 3, 4, 5, 6]
-        assert {record.step for record in rank.records} == {2, 3, 4, 5, 6}
-        assert all(record.posted_ns <= record.done_ns for record in rank.records)
-    assert "the trace of 5 steps is in" in (folder / "log.txt").read_text()
+    A run that was delayed for longer by other work is repeated, since it shows another cause.
+    """
+    folder = tmp_path_factory.mktemp("late") / "run"
+    for _ in range(3):
+        shutil.rmtree(folder, ignore_errors=True)
+        trace = traced(folder, *TRACED, "--layout", "tp=2", "--trace", "2:6", fault="delay")
+        if max(rank.end - rank.start for rank in trace.ranks) < 1.5 * PASSES * 50e6:
+            break
+    return trace, folder
 
 
 def test_every_call_has_its_partner_and_every_instant_its_segment(delayed):

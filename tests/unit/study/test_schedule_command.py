@@ -226,25 +226,6 @@ def test_other_counts_and_files_are_put_beside_the_orders(monkeypatch, tmp_path)
     assert data["own"]["schedule"]["stageToRank"] == [0, 1, 1, 0]
 
 
-def test_costs_and_passes_of_a_run_fill_the_page(monkeypatch, tmp_path):
-    few_orders(monkeypatch)
-    traced = pipeline_trace("zb-h1", 4, 8)
-    for rank in traced.ranks:
-        rank.host, rank.cores = "here", (0, 1)
-    monkeypatch.setattr(trace_file, "read", lambda folder: traced)
-    path = tmp_path / "page.html"
-    printed("schedule", "--from-run", tmp_path / "runs" / "7", "--html", path)
-    data, _ = parts_of(path.read_text())
-    start, measured = data["start"], data["measured"]
-    assert (data["title"], data["unit"]) == ("Pipeline schedules: 7", " ms")
-    assert (start["first"], start["second"], start["f"], start["hop"]) == ("own", "measured", 10, 0)
-    assert data["own"]["title"] == "zb-h1 of 7"
-    assert measured["costs"] == {name: pytest.approx([10] * 4) for name in "fiw"}
-    assert "\nhere: 4 ranks share 2 core(s), so ranks" in measured["words"]
-    assert measured["passes"][0][0] == [0, 10, "0F0"]
-    assert [len(own) for own in measured["passes"]] == [24] * 4
-
-
 def test_a_run_needs_a_trace_and_a_pipeline(monkeypatch, tmp_path):
     words = "schedule", "--from-run", tmp_path, "--html", tmp_path / "page.html"
     assert_refused(65, ["--trace"], *words)
