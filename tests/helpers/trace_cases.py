@@ -194,7 +194,7 @@ def write_trace(folder):
             )
             for record in rank.records
         ]
-        operations = [LayerOperation("block0.ffn", "matmul", 5, 9, 1, 0, 0, "F")]
+        operations = [LayerOperation("block0.ffn", "matmul", 5, 9, 1, 0, 0, "F")] * rank.world_rank
         trace_file.write_rank(folder, head, shifted, rank.spans, operations)
     model = {"model": "decoder", "norm": "layer", "layers": 2, "ffn_cut": "pair"}
     trace_file.write_meta(

@@ -342,7 +342,7 @@ def _fill(trace: RankTrace, numbers: bytes, clock: CommonClock, first: int) -> N
 
     for (name, kind), count in zip(KINDS.items(), trace.rows, strict=True):
         own, rows = np.split(rows, [count * len(kind._fields)])
-        own = own.reshape(-1, count).copy()
+        own = own.reshape(len(kind._fields), count).copy()
         columns = dict(zip(kind._fields, own, strict=True))
         if kind is Record:  # a rank may have failed in one, or before its wait
             waited, done = columns["waited_ns"], columns["done_ns"]
