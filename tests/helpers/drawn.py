@@ -24,7 +24,7 @@ from mpipar.run.resolve import RULES
 from tests.helpers.lives.array import case_of, described, pairs, row_of
 
 FILE = Path(__file__).with_name("drawn.json")
-MOST = {1: 30, 3: 20, 4: 80, 8: 30}  # cases; the session of 2 ranks has all that are found
+MOST = {1: 30, 3: 20, 4: 64, 8: 16}  # cases; the session of 2 ranks has all that are found
 WIDE = 181  # the width at which a block of the small model has three times the FLOPs
 
 

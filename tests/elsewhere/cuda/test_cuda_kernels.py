@@ -4,6 +4,8 @@ On the CPU a case runs with all kernels of `mpipar/ops/cuda`, whose threads run 
 memory that is NaN at first. Tests marked gpu run the same on a GPU.
 """
 
+import itertools
+
 import numpy as np
 import ops_cases
 import pytest
@@ -28,9 +30,10 @@ SIZES = {
 }
 # "+1": arrays begin an element behind a multiple of 16 bytes, which packs and tiles need.
 KINDS = ("increasing", "shuffled", "zigzag", "ties")
+OFF = ("packs+1", "tiles+1")
 by_case = [
     pytest.mark.parametrize("kind", KINDS),
-    pytest.mark.parametrize("where", [*SIZES, "packs+1", "tiles+1"]),
+    pytest.mark.parametrize("where", [*SIZES, *OFF]),
     pytest.mark.parametrize("dtype", DTYPES),
 ]
 
@@ -67,12 +70,29 @@ def test_every_function(monkeypatch, dtype, where, kind, order, way):
     check(host_ops(dtype, order=order, off=int(off or 0)), size, kind)
 
 
+def check_on_a_gpu(dtype, where, kind):
+    size, _, off = where.partition("+")
+    check(gpu_ops(dtype, int(off or 0)), size, kind)
+
+
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.pairs
 @every
 def test_every_function_on_a_gpu(dtype, where, kind):
-    size, _, off = where.partition("+")
-    check(gpu_ops(dtype, int(off or 0)), size, kind)
+    check_on_a_gpu(dtype, where, kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dtype", "where"), [*zip(itertools.cycle(DTYPES), SIZES), *itertools.product(DTYPES, OFF)]
+)
+def test_launches_of_every_function(dtype, where):
+    """The emulated kernels run with all pairs above: here they are launched as on a GPU.
+
+    The CUDA machine also sees a load or store off its alignment.
+    """
+    check_on_a_gpu(dtype, where, "ties")
 
 
 @pytest.mark.shim

@@ -6,6 +6,7 @@ of values meet.
 Receive buffers are full of NaN before a message is there, and every send waits for its receiver.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def cases_of(quick, count=None):
-    """The drawn cases or the first `count`, of which the first ones are quick."""
+    """The drawn cases or the first `count`, of which the first `quick` are for README's command."""
     return pytest.mark.parametrize(
         "case",
         [
@@ -47,7 +48,7 @@ def test_layout_equals_one_rank(case):
     assert_equals_known(config_of(case))
 
 
-@cases_of({1: 4, 2: 12, 4: 8}.get(WORLD.size, 50), 40 if WORLD.size == 4 else None)
+@cases_of({1: 4, 2: 12, 4: 8}.get(WORLD.size, 50), {2: 60, 4: 32, 8: 8}.get(WORLD.size))
 def test_shapes_only_run_predicts_every_record(case):
     assert_records_predicted(config_of(case))
 
@@ -55,9 +56,15 @@ def test_shapes_only_run_predicts_every_record(case):
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    "zero", [{"zero": 1}, {"zero": 3}, {"zero": 3, "reshard_after_forward": "no"}]
+    ("schedule", "zero"),
+    [
+        *((schedule, {"zero": 3}) for schedule in SCHEDULES),
+        *itertools.product(
+            ("1f1b", "interleaved", "zb-v"),  # one of each placement
+            ({"zero": 1}, {"zero": 3, "reshard_after_forward": "no"}),
+        ),
+    ],
 )
-@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_zero_in_every_pipeline(schedule, zero):
     """Drawn pairs may meet ZeRO and a schedule on one stage; here pp has two ranks."""
     config = small_config(
