@@ -7,8 +7,7 @@ share is in those folders.
 
 import os
 
-from mpipar.run.process.blas import choose_kernels
-from mpipar.run.process.environment import keep_heap, presets
+from mpipar.run.process.environment import choose_kernels, keep_heap, presets
 
 # This must come before a benchmark imports NumPy: BLAS reads its kernels and its number of threads
 # once, and the ranks of a host share its cores. mpipar's own commands have the guard, which imports

@@ -29,7 +29,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
-from mpipar.comm.objects import gather_objects
+from mpipar.comm.objects import all_gather_objects, gather_objects
 from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder, Sums
 from mpipar.errors import EXIT_CHECK_FAILED
 from mpipar.layers.context import Context
@@ -431,9 +431,7 @@ def measure(args, session) -> Outcome | int:
     for case in cases(world.size):
         fact = measure_product(case, sizes, args.dtype, args.repeats, world, full)
         facts = gather_objects(world, fact)
-        wrong = np.array([len(fact["wrong"])])
-        world.Allreduce(wrong.copy(), wrong)
-        if wrong[0]:
+        if any(all_gather_objects(world, bool(fact["wrong"]))):
             for number, one in enumerate(facts or []):
                 for text in one["wrong"]:
                     print(f"{case[0]} on grid {shown(*case)}, rank {number}: {text}")

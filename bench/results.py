@@ -14,7 +14,7 @@ import numpy as np
 
 from mpipar.errors import DataError
 from mpipar.interconnect.files import write_text
-from mpipar.run.process.blas import processor
+from mpipar.run.process.environment import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 SCHEMA = 1

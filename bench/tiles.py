@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_limits
 
 from bench.program import Outcome, Program
 from mpipar.errors import EXIT_CHECK_FAILED, EnvironmentProblem
-from mpipar.run.process import blas
+from mpipar.run.process.environment import blas_pools, blas_words
 
 COPY_BYTES = 1 << 28
 
@@ -59,7 +59,7 @@ def measure(args, session) -> Outcome | int:
     facts = {
         "size": args.size,
         "repeats": args.repeats,
-        "blas": blas.shown(blas.pools()[0]).replace(", kernels for", ""),
+        "blas": blas_words(blas_pools()[0]).replace(", kernels for", ""),
         "copy_gbs": copied,
         "blas_gflops": rows[-1]["gflops"],
     }

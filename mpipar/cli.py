@@ -16,7 +16,7 @@ from mpipar.config.sections import in_force
 from mpipar.config.setting import flag
 from mpipar.errors import UsageError, combine, suggestion
 from mpipar.run.files import settings
-from mpipar.run.process import blas, consistency
+from mpipar.run.process import consistency, environment
 from mpipar.run.process.session import Session
 
 COMMANDS = {  # each is the COMMAND of the module mpipar.commands.NAME
@@ -123,7 +123,7 @@ def main(argv: list[str], session: Session) -> int:
         return errors.EXIT_OK  # under a launcher only one process prints and writes the files
     if command.needs_mpi:
         session.facts = {"command": name} | consistency.versions()
-        blas.choose_kernels(os.environ)
+        environment.choose_kernels(os.environ)
     session.will_loop = command.trains
     context = context_of(session, name, words)
     if context.parsed.prints:
@@ -131,7 +131,8 @@ def main(argv: list[str], session: Session) -> int:
     if command.needs_mpi and command.fields:
         run = context.parsed.config.run  # problems with its values are reported later
         session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
-        session.facts |= facts_of(context) | {blas.VARIABLE: str(os.environ.get(blas.VARIABLE))}
+        kernels = {environment.CORETYPE: str(os.environ.get(environment.CORETYPE))}
+        session.facts |= facts_of(context) | kernels
     return command.run(context)
 
 

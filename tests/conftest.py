@@ -25,13 +25,13 @@ import slurm_cluster
 import threadpoolctl
 
 from bench.kernels import nvrtc
-from mpipar.run.process import blas
+from mpipar.run.process.environment import CORETYPE, blas_pools
 
 # Programs that the tests start multiply with the kernels that run here, so that the same products
 # are equal in both.
-for pool in blas.pools():
+for pool in blas_pools():
     if pool["internal_api"] == "openblas" and pool.get("architecture"):
-        os.environ.setdefault(blas.VARIABLE, pool["architecture"])
+        os.environ.setdefault(CORETYPE, pool["architecture"])
 
 cuda_host.build_folder()  # so that all processes of the tests share it
 EQUAL = Path(__file__).parent / "equal"

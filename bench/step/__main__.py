@@ -59,7 +59,7 @@ from bench.results import versions
 from bench.step.sides import OurSide, add_sizes, configure, rows_of, step_flops
 from bench.step.torch_process import ALONE, TOGETHER, TorchProcess
 from mpipar.comm.hosts import quiet_barrier
-from mpipar.comm.objects import broadcast_text, gather_numbers
+from mpipar.comm.objects import all_gather_objects, broadcast_text, gather_numbers
 from mpipar.config.model import ARCHS
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED
@@ -273,9 +273,7 @@ def measure(args, session) -> Outcome | int:
         first, last = CHECK_STEPS + 1, CHECK_STEPS + WARM_UP_STEPS + args.repeats
         checked = gather_numbers(world, take_steps(sides, names, range(1, first), world))
         problem = disagreement(names, checked[..., 0], args.dtype) if world.rank == 0 else None
-        wrong = np.array([problem is not None], np.int64)
-        world.Allreduce(wrong.copy(), wrong)
-        if wrong[0]:
+        if any(all_gather_objects(world, problem is not None)):
             if problem:
                 print(f"not timed, the models differ: {problem}", file=sys.stderr)
             return EXIT_CHECK_FAILED

@@ -13,7 +13,7 @@ from mpipar.comm.objects import gather_objects
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import switch
 from mpipar.errors import EXIT_OK, broken
-from mpipar.run.process import blas, consistency, environment, mpi, self_test
+from mpipar.run.process import consistency, environment, mpi, self_test
 from mpipar.run.process.consistency import ranges
 
 
@@ -37,7 +37,7 @@ def run(context: Context) -> int:
 
     session = context.session
     world = session.start()
-    own = rank_facts(world.Get_rank(), session.host_rank)
+    own = rank_facts(world.rank, session.host_rank)
     if not isinstance(world, mpi.OneRank):
         own["wrong"] = self_test.wrong_reductions(world)
         own["long"] = self_test.long_message(world, free_bytes()) if context.args.deep else None
@@ -57,12 +57,12 @@ def run(context: Context) -> int:
 
 def rank_facts(world_rank: int, host_rank: int) -> dict:
     """Return what one rank sees of its host, including `gpu` if it has one."""
-    pools = blas.pools()
+    pools = environment.blas_pools()
     return {
         "world_rank": world_rank,
         "host": platform.node(),
         "cores": sorted(os.sched_getaffinity(0)),
-        "blas": list(map(blas.shown, pools)),
+        "blas": list(map(environment.blas_words, pools)),
         "limits": f"{environment.shared_free() >> 20} MiB free in {environment.SHARED}, open files"
         f" {environment.open_files()}",
         "quota": quota if (quota := environment.cpu_quota()) < math.inf else None,

@@ -13,8 +13,7 @@ import numpy as np
 from mpipar.config.text import counted
 from mpipar.errors import UsageError
 from mpipar.run.console.tables import nbytes
-from mpipar.run.process import blas
-from mpipar.run.process.environment import host_name
+from mpipar.run.process.environment import host_name, processor
 
 COPY_BYTES, UNKNOWN_CACHE = 64 << 20, 32 << 20
 LINKS = ("same node", "between nodes")
@@ -102,7 +101,7 @@ def place_fact(ops: Any) -> dict[str, Any]:
     return own | {
         "host": host_name(os.environ),
         "cores": cores,
-        "cpu": blas.processor()[0] or platform.machine(),
+        "cpu": processor()[0] or platform.machine(),
         "cards": cards(),
         "huge_pages": huge_pages(),
     }

@@ -22,7 +22,8 @@ from mpipar.run.console.tables import describe_model
 from mpipar.run.files.bounded import open_regular
 from mpipar.run.files.replace import replace_file
 from mpipar.run.folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
-from mpipar.run.process import blas, consistency, mpi
+from mpipar.run.process import consistency, mpi
+from mpipar.run.process.environment import processor
 from mpipar.run.trace import trace_file
 from mpipar.study.trace import html
 from mpipar.study.trace.analysis import Analysis
@@ -38,7 +39,7 @@ def environment(session) -> list[tuple[str, str]]:
         ("launcher", session.launcher.name or "none (one process)"),
         ("MPI", mpi.library_name(session.world)),
         *((name, session.facts[name]) for name in consistency.PROGRAMS),
-        ("processor", blas.processor()[0] or platform.machine()),
+        ("processor", processor()[0] or platform.machine()),
         ("system", f"{platform.system()} {platform.release()}"),
     ]
 

@@ -263,7 +263,6 @@ FAULTS = {
     ),
     "kill": lambda: around(Worker, "train_step", at_step),
     "stop": lambda: around(Worker, "train_step", at_step),
-    "evaluate": lambda: around(Worker, "evaluate", kill(signal.SIGKILL)),
     "no-space": full_disk,
     "full": full_disk,
     "metrics": lambda: around(training, "truncate_after", lambda plain, folder, step: []),

@@ -112,7 +112,7 @@ def alone(*words, cwd="."):
             code = job_session._run(cli.main, list(words), session)
         except UserError as error:
             code = error.exit_code
-            failure.show(failure.error_report(error, ""))
+            failure.show(failure.report(error, "")[1])
             session.unlock()
             session.watch.end()
     return Finished(words, code, out.getvalue(), err.getvalue(), time.monotonic() - start)

@@ -33,7 +33,7 @@ def no_return(world):
 
 
 def ready(session, world):
-    (Path(session.watch.folder) / f"up-{world.Get_rank()}").write_text(str(os.getpid()))
+    (Path(session.watch.folder) / f"up-{world.rank}").write_text(str(os.getpid()))
 
 
 # --- before MPI
@@ -92,14 +92,14 @@ AT_FAULT = {
 def at_once(world, errors):
     """Let these ranks fail at the same moment."""
     world.Barrier()
-    if world.Get_rank() in errors:
-        raise errors[world.Get_rank()]
+    if world.rank in errors:
+        raise errors[world.rank]
     no_return(world)
 
 
 def leave(session, world):
     """Rank 1, or the only one, is ended by a library's exit()."""
-    if world.Get_rank() == world.Get_size() // 2:
+    if world.rank == world.size // 2:
         ctypes.CDLL(None).exit(0)
     no_return(world)
 
@@ -115,9 +115,9 @@ def work_alone(session, world):
 
 def agree(session, world):
     """All ranks agree, and leave with the code of one, which a launcher would hide."""
-    assert session.agree(world.Get_rank) == world.Get_rank()
-    assert session.host_ranks == tuple(range(world.Get_size()))
-    code = session.leave_mpi(1 if world.Get_rank() == 2 else 0)
+    assert session.agree(lambda: world.rank) == world.rank
+    assert session.host_ranks == tuple(range(world.size))
+    code = session.leave_mpi(1 if world.rank == 2 else 0)
     assert code == 1, code
     return code
 
@@ -141,12 +141,12 @@ def compute(session, world):
 
 ENDS = {
     "two": lambda _, world: at_once(world, {1: OutputError("full"), 2: ValueError("a defect")}),
-    "all": lambda _, world: at_once(world, {world.Get_rank(): ValueError("a defect")}),
+    "all": lambda _, world: at_once(world, {world.rank: ValueError("a defect")}),
     "leave": leave,
     "alone": work_alone,
     "agree": agree,
     "agree-one": lambda session, world: session.agree(
-        lambda: world.Get_rank() and fail_with(DataError("missing"))
+        lambda: world.rank and fail_with(DataError("missing"))
     ),
     "agree-all": lambda session, _: session.agree(
         lambda: fail_with(DataError(["missing", "empty"]))
@@ -163,12 +163,12 @@ def main(argv, session):
         EARLY[how](session.launcher.rank)
     world = session.start()
     for folder in map(Path, folders):
-        session.agree(lambda folder=folder: world.Get_rank() or session.lock(folder))
+        session.agree(lambda folder=folder: world.rank or session.lock(folder))
         session.use_folder(folder)
     session.where = (lambda: 1 / 0) if how == "reporting-fails" else lambda: "step 17"
     if how in ENDS:
         return ENDS[how](session, world)
-    if how in AT_FAULT and world.Get_rank() == 1:
+    if how in AT_FAULT and world.rank == 1:
         AT_FAULT[how]()
     return no_return(world)
 

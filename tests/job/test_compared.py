@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,6 +185,7 @@ def test_the_table_names_field_ranks_and_values():
 
 
 def test_one_byte_of_the_source_changes_the_version(tmp_path, monkeypatch):
+    assert Path(cli.__file__).is_relative_to(consistency.PACKAGE)
     monkeypatch.setattr(consistency, "PACKAGE", tmp_path)
     (tmp_path / "one.py").write_text("x = 1\n")
     before = consistency.source_digest()

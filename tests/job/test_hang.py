@@ -127,7 +127,7 @@ class Pauses:
 def test_a_suspended_job_was_not_stuck(number, reports, monkeypatch):
     """Both stop all threads while the clock continues; only pauses in which it ran count."""
     said = []
-    made = Watchdog(str, fail=said.append)
+    made = Watchdog(0, str, said.append)
     made._ended = Pauses(number, monkeypatch)
     made.warn, made.stop = 0, 60
     with made.following(lambda: 0, watchdog.state_of):
@@ -137,7 +137,7 @@ def test_a_suspended_job_was_not_stuck(number, reports, monkeypatch):
 
 def test_a_rank_that_wrote_nothing_is_named_also_where_nobody_waits_in_a_barrier():
     """An example is the collection of all ranks' metrics, which no record has."""
-    waits = {"says": "is at a.py:1", "barrier": None, "peer": None, "stack": ["a.py:1"]}
+    waits = {"says": "is at a.py:1", "barrier": "", "for": [], "stack": ["a.py:1"]}
     lines = watchdog.explain({0: waits}, range(2))
     assert len(lines) == 2
     assert lines[1].startswith("rank 1 has written nothing")
@@ -153,11 +153,11 @@ def test_a_full_ring_of_spans_shows_progress_all_the_same():
 
 
 def test_a_state_that_is_no_longer_true_is_gone_at_the_end(tmp_path):
-    made = Watchdog(str, fail=pytest.fail)
+    made = Watchdog(0, str, pytest.fail)
     made.folder = tmp_path
     with made.following(lambda: 0, watchdog.state_of):
         made.warn, made.stop = 0.05, 0.0
-        made.start(0)
+        made.start()
         deadline = time.monotonic() + 60
         while not (tmp_path / "hang" / "rank-00000.json").exists():
             assert time.monotonic() < deadline, "no state was written"

@@ -111,16 +111,6 @@ def test_a_stop_saves_and_the_run_goes_on_also_in_its_report(text_folder):
     assert pages[0]["curves"][:3] == pages[1]["curves"][:3]
 
 
-@pytest.mark.slow
-def test_killed_in_the_last_evaluation_only_that_is_left(text_folder):
-    train(text_folder, *TINY, "--out", "whole")
-    killed_by(ended(text_folder, "evaluate", 0, *TINY, "--out", "killed"), 9)
-    text = train(text_folder, *TINY, "--resume", "auto", "--out", "killed")
-    assert "held-out loss" in text
-    assert "step 10/10" not in text
-    assert_same_run(text_folder / "whole", text_folder / "killed")
-
-
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """A folder with a whole run in float16, and one that was killed."""

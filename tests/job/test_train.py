@@ -2,13 +2,11 @@
 
 import json
 import re
-import signal
-import sys
 
 import numpy as np
 import pytest
 from config_helpers import changed
-from helpers import REPOSITORY, assert_all_close, assert_close, run_command, run_ranks
+from helpers import assert_all_close, assert_close, run_command
 from in_process import alone, assert_refused
 from program import (
     LIMIT,
@@ -17,7 +15,6 @@ from program import (
     block_of,
     cells,
     environment,
-    killed_by,
     metrics,
     mpipar,
     section,
@@ -206,41 +203,6 @@ def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):
         ranks=2,
     ).ended()
     assert "held-out loss" in result.stdout
-
-
-# --- `--all-reduce` as a user types it: a rank that dies
-
-
-DYING = (
-    "train --layers 2 --d-model 16 --heads 2 --seq-len 8 --batch-size 4 --num-microbatches 1"
-    " --steps 4 --sample-tokens 0 --log-interval 1 --dtype float64"
-).split()
-
-
-DIES = """
-import os, signal, sys
-from mpipar.comm.algorithms.window import Marks
-plain, seen = Marks.meet, []
-def meet(marks, row, mark):
-    seen.append(row)
-    place = os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK"))
-    if len(seen) == 20 and place == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return plain(marks, row, mark)
-Marks.meet = meet
-from mpipar.__main__ import main
-main()
-"""
-
-
-@pytest.mark.slow
-def test_a_rank_that_dies_inside_a_window_ends_the_job(tmp_path):
-    """The launcher ends the one that would spin at their next meeting for ever."""
-    words = [*DYING, *TEXT, "--layout", "tp=2", "--all-reduce", "window", "--steps", "1000"]
-    words += ["--hang-stop", "5", "--out", str(tmp_path / "run")]
-    command = [sys.executable, "-c", DIES, *words]
-    result = run_ranks(2, command, timeout=100, env={"PYTHONPATH": str(REPOSITORY)})
-    killed_by(result, signal.SIGKILL)
 
 
 # --- `mpipar train --steps 0`: the held-out loss of given weights, and nothing that trains

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from mpipar.config.text import harmless, printable
@@ -124,12 +124,11 @@ class Log:
     @contextmanager
     def steps(self, done: int, steps: int):
         """Show the progress of the steps inside the block, if the console is a terminal."""
-        if self.speaks and is_terminal(sys.stdout) and is_terminal(sys.stderr):
-            with progress("train", steps, "step", initial=done) as self.line:
-                yield
-            self.line = None
-        else:
+        shown = self.speaks and is_terminal(sys.stdout) and is_terminal(sys.stderr)
+        line = progress("train", steps, "step", initial=done) if shown else nullcontext()
+        with line as self.line:
             yield
+        self.line = None
 
     def step(self, text: str, last: bool) -> None:
         """Log a step's line; with a progress line the console shows only that of the last step."""

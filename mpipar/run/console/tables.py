@@ -14,6 +14,7 @@ from mpipar.config.grid import sizes_text
 from mpipar.config.model import ModelConfig
 from mpipar.config.text import counted
 from mpipar.models.decoder import CUT, ENTRY
+from mpipar.run.process.consistency import ranges
 
 WIDTH = 100  # characters per line of text
 BARRIER = ("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step")
@@ -32,15 +33,15 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 def table(rows: list[tuple], left: int = 1) -> str:
     """Return rows of cells as aligned columns; the first `left` columns are left-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    lines = []
-    for row in cells:
-        parts = [
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    aligned = [
+        [
             cell.ljust(width) if i < left else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        lines.append("  ".join(parts).rstrip())
-    return "\n".join(lines)
+        for row in cells
+    ]
+    return "\n".join("  ".join(row).rstrip() for row in aligned)
 
 
 def table_with_words(rows: list[tuple], left: int = 1) -> str:
@@ -49,15 +50,19 @@ def table_with_words(rows: list[tuple], left: int = 1) -> str:
     left: see `table`.
     """
     lines = table([(*cells, "|") for *cells, _ in rows], left).splitlines()
-    indent = " " * (len(lines[0]) - 1)
-    fill = textwrap.TextWrapper(
-        WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    found = []
-    for line, (*_, words) in zip(lines, rows, strict=True):
-        fill.initial_indent = line[:-1]
-        found.append(fill.fill(str(words)) or line[:-1].rstrip())
-    return "\n".join(found)
+    filled = [
+        textwrap.fill(
+            str(words),
+            WIDTH,
+            initial_indent=line[:-1],
+            subsequent_indent=" " * (len(line) - 1),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        or line[:-1].rstrip()
+        for line, (*_, words) in zip(lines, rows, strict=True)
+    ]
+    return "\n".join(filled)
 
 
 def nbytes(count: float) -> str:
@@ -122,12 +127,9 @@ def describe_model(config: ModelConfig) -> str:
 def describe_stage(stage: int, stage_layers, entry: str) -> str:
     """Return the layers of a stage, as '0: embedding, blocks 0-1'. entry: what precedes blocks."""
     first, count = sum(stage_layers[:stage]), stage_layers[stage]
-    parts = [entry] if stage == 0 else []
-    if count:
-        last = first + count - 1
-        parts.append(f"block {first}" if count == 1 else f"blocks {first}-{last}")
-    if stage == len(stage_layers) - 1:
-        parts.append("head, loss")
+    blocks = f"block{'s' * (count > 1)} {ranges(range(first, first + count))}"
+    is_last = stage == len(stage_layers) - 1
+    parts = [entry] * (stage == 0) + [blocks] * (count > 0) + ["head, loss"] * is_last
     return f"{stage}: {', '.join(parts) or 'no layers'}"
 
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from mpipar import __version__
 from mpipar.config.text import cut, harmless
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[2]
+SOURCES = (".py", ".cu", ".cuh")
 REFUSED = "refused"  # the fact of a rank that rejected its flags
 PROGRAMS = ("mpipar", "Python", "NumPy", "mpi4py")  # the names in `versions`
 MOST_SHOWN = 60  # characters of a value in the table
@@ -45,16 +46,10 @@ def numpy_version() -> str:
 def source_digest() -> str:
     """Return the SHA-256 of the names and bytes of the package's sources."""
     digest = hashlib.sha256()
-    paths = [
-        f"{folder}/{name}"
-        for folder, _, names in os.walk(PACKAGE)
-        for name in names
-        if name.endswith((".py", ".cu", ".cuh"))
-    ]
-    for path in sorted(paths):  # every start waits for this, and Path objects are slower
-        content = Path(path).read_bytes()
-        digest.update(f"{path.removeprefix(str(PACKAGE))} {len(content)}\n".encode())
-        digest.update(content)
+    paths = (f"{folder}/{name}" for folder, _, names in os.walk(PACKAGE) for name in names)
+    for path in sorted(path for path in paths if path.endswith(SOURCES)):
+        content = Path(path).read_bytes()  # every start waits for this: no Path is made before
+        digest.update(f"{path.removeprefix(str(PACKAGE))} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
@@ -66,16 +61,14 @@ def differences(facts: Sequence[dict[str, str]]) -> list[str]:
     """
     rows = [("field", "ranks", "value")]
     for field in dict.fromkeys(name for fact in facts for name in fact):
-        values: dict[str, list[int]] = {}
-        lacking = any(field not in fact for fact in facts) and not (
-            field == REFUSED or field.partition("_")[0].isupper()
-        )
-        for rank, fact in enumerate([] if lacking else facts):
-            values.setdefault(fact.get(field, "nothing"), []).append(rank)
-        if len(values) > 1:
+        values: dict[str | None, list[int]] = {}
+        for rank, fact in enumerate(facts):
+            values.setdefault(fact.get(field), []).append(rank)
+        may_lack = field == REFUSED or field.partition("_")[0].isupper()
+        if len(values) > 1 and (may_lack or None not in values):
             rows += [
-                (field, ranges(ranks), cut(harmless(value), MOST_SHOWN))
-                for value, ranks in values.items()
+                (field, ranges(ranks), cut(harmless("nothing" if one is None else one), MOST_SHOWN))
+                for one, ranks in values.items()
             ]
     first, second = (max(len(row[column]) for row in rows) + 2 for column in (0, 1))
     return [f"{field:<{first}}{ranks:<{second}}{value}" for field, ranks, value in rows]

@@ -10,10 +10,12 @@ import math
 import os
 import re
 import resource
-from collections.abc import Collection, Mapping
+import sys
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from mpipar.comm.launcher import Launcher, read_launcher
+from mpipar.errors import broken
 
 THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
@@ -30,7 +32,18 @@ YIELD_VARIABLES = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",  # MPICH
     "OMPI_MCA_mpi_yield_when_idle": "true",  # Open MPI
 }
-COMPARED = (*THREAD_VARIABLES, "OPENBLAS_CORETYPE")
+# OpenBLAS ships kernels for many processors and picks one set by the processor's vendor and model.
+# An unknown model gets old kernels that reach half of what its vector units could deliver. So the
+# units decide instead: OpenBLAS's name of an architecture -> those its kernels need, in Linux's
+# spelling. The fastest is first; other names run the same kernels for float32 and float64, or
+# slower ones.
+CORETYPE = "OPENBLAS_CORETYPE"
+KERNELS = {
+    "SkylakeX": ("avx2", "fma", "avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"),
+    "Haswell": ("avx2", "fma"),
+}
+CPUINFO = Path("/proc/cpuinfo")
+COMPARED = (*THREAD_VARIABLES, CORETYPE)
 COMPARED_PREFIXES = ("MPIR_CVAR_", "OMPI_MCA_")
 # Open MPI's launcher gives each rank and host other values of these.
 OF_LAUNCHER = tuple(
@@ -97,6 +110,43 @@ def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
     return chosen
 
 
+def processor() -> tuple[str, frozenset[str]]:
+    """Return (name, vector units and other flags) of this host's first processor, or empty ones."""
+    text = ""
+    with contextlib.suppress(OSError), open(CPUINFO, encoding="utf-8", errors="replace") as file:
+        text = file.read(1 << 14)
+    name, flags = (
+        re.search(rf"^{word}\s*: (.*)$", text, re.MULTILINE) for word in ("model name", "flags")
+    )
+    return name[1] if name else "", frozenset(flags[1].split()) if flags else frozenset()
+
+
+def kernels_for(units: Collection[str]) -> str | None:
+    """Return the architecture with the fastest kernels for these units; None: OpenBLAS chooses."""
+    return next((name for name, needed in KERNELS.items() if {*needed} <= {*units}), None)
+
+
+def choose_kernels(environ: MutableMapping[str, str]) -> None:
+    """Set CORETYPE for this processor, unless the user has set it or NumPy is already loaded."""
+    chosen = kernels_for(processor()[1])
+    if chosen and not environ.get(CORETYPE) and "numpy" not in sys.modules:
+        environ[CORETYPE] = chosen
+
+
+def blas_pools() -> Sequence[dict]:
+    """Return the BLAS libraries that this process has loaded, as threadpoolctl describes them."""
+    from threadpoolctl import threadpool_info
+
+    return [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+
+def blas_words(pool: Mapping) -> str:
+    """Return a library with its version, and the architecture of its kernels where it is known."""
+    version = ".".join(str(pool["version"]).split(".")[:3])
+    kernels = pool.get("architecture")
+    return f"{pool['internal_api']} {version}" + (f", kernels for {kernels}" if kernels else "")
+
+
 def host_name(environ: Mapping[str, str]) -> str:
     """Return the name to show for this host: SLURM's name of the node, else the system's."""
     return environ.get("SLURMD_NODENAME") or os.uname().nodename.split(".")[0]
@@ -137,18 +187,22 @@ def _set(parameter: int, value: int) -> bool:
 
 def limit_problems(launcher: Launcher) -> list[str]:
     """Return the limits under which this host's ranks cannot run, each with its cure."""
-    found = []
-    least, limit = DESCRIPTORS + DESCRIPTORS_PER_RANK * launcher.local_size, open_files()
-    if 0 <= limit < least:
-        found.append(f"the limit of open files is {limit}, but {least} are needed: ulimit -n 1024")
-    least, free = SHARED_PER_RANK * launcher.local_size, shared_free()
-    if launcher.local_size > 1 and free < least:
-        found.append(
-            f"{SHARED}, in which ranks exchange messages, has {free / MIB:.4g} MiB that can be"
-            f" written, but {least // MIB} MiB are needed: mount -t tmpfs -o"
-            f" size={max(64, least // MIB)}m tmpfs {SHARED}, or docker's --shm-size"
-        )
-    return found
+    ranks, limit, free = launcher.local_size, open_files(), shared_free()
+    files, shared = DESCRIPTORS + DESCRIPTORS_PER_RANK * ranks, SHARED_PER_RANK * ranks
+    return broken(
+        (
+            0 <= limit < files,
+            f"the limit of open files is {limit}, but {files} are needed: ulimit -n 1024",
+        ),
+        (
+            ranks > 1 and free < shared,
+            (
+                f"{SHARED}, in which ranks exchange messages, has {free / MIB:.4g} MiB that can be"
+                f" written, but {shared // MIB} MiB are needed: mount -t tmpfs -o"
+                f" size={max(64, shared // MIB)}m tmpfs {SHARED}, or docker's --shm-size"
+            ),
+        ),
+    )
 
 
 def open_files() -> int:

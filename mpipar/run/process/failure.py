@@ -11,7 +11,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from mpipar import errors
 from mpipar.config.text import cut, printable
@@ -37,68 +36,55 @@ DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 REPORT_IT = "report this with the command line and the traceback"
 
 
-@dataclass(frozen=True)
-class Report:
-    """The content of the block."""
+def report(error: BaseException, where: str, saved: str = "") -> tuple[int, str]:
+    """Return (exit code, block) of an exception, with a traceback unless the user caused it.
 
-    exit_code: int
-    what: tuple[str, ...]
-    where: str
-    why: str = ""
-    do: str = ""
-    trace: str = ""
-
-
-def error_report(error: BaseException, where: str, saved: str = "") -> Report:
-    """Return the report of an exception, with a traceback unless the user caused it.
-
-    saved: the folder of the final weights, once the run has written them.
+    An interrupt takes a single line. saved: the folder of the final weights, once the run has
+    written them.
     """
-    frames = traceback.extract_tb(error.__traceback__)
-    why = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+    code, why, do, trace = errors.EXIT_INTERNAL, "", "", ""
     match error:
         case UserError():
-            return Report(error.exit_code, tuple(error.problems), where)
+            code, what = error.exit_code, error.problems
         case KeyboardInterrupt():
-            code, said = errors.EXIT_INTERRUPTED, str(error) or "interrupted (SIGINT)"
+            code, what = errors.EXIT_INTERRUPTED, [str(error) or "interrupted (SIGINT)"]
             if saved:
-                return Report(errors.EXIT_STOPPED, (said,), where, do=f"the weights are in {saved}")
-            return Report(code, (said,), where)
+                code, do = errors.EXIT_STOPPED, f"the weights are in {saved}"
         case BrokenPipeError():
-            what = "the program reading the output exited before all of it was written"
-            return Report(errors.EXIT_NO_READER, (what,), where)
+            what = ["the program reading the output exited before all of it was written"]
+            code = errors.EXIT_NO_READER
         case OSError() if error.errno in DISK_ERRORS:
             done = "read or written" if error.errno == errno.EIO else "written"
-            what = f"{error.filename or 'the output'} can't be {done}: {error.strerror}"
-            return Report(errors.EXIT_OUTPUT, (what,), where)
+            what = [f"{error.filename or 'the output'} can't be {done}: {error.strerror}"]
+            code = errors.EXIT_OUTPUT
         case _ if isinstance(error, BlockingIOError) or NO_THREAD in str(error):
-            return Report(errors.EXIT_ENVIRONMENT, (NO_PROCESS,), where)
+            code, what = errors.EXIT_ENVIRONMENT, [NO_PROCESS]
         case _ if type(error).__module__ == "mpi4py.MPI" and str(error).startswith(TOO_LONG):
-            return Report(errors.EXIT_ENVIRONMENT, (f"{error}: {LONG}",), where, why)
-        case SystemExit():
-            what = f"sys.exit({error.code!r}) on this rank, while the others continue"
+            code, what = errors.EXIT_ENVIRONMENT, [f"{error}: {LONG}"]
         case _:
-            what = "".join(traceback.format_exception_only(error)).strip()
-    trace = "".join(traceback.format_exception(error))
-    return Report(errors.EXIT_INTERNAL, (what,), where, why, REPORT_IT, trace)
+            what, do = ["".join(traceback.format_exception_only(error)).strip()], REPORT_IT
+            if isinstance(error, SystemExit):
+                what = [f"sys.exit({error.code!r}) on this rank, while the others continue"]
+            for frame in traceback.extract_tb(error.__traceback__)[-1:]:
+                why = f"{frame.filename}:{frame.lineno} in {frame.name}"
+            trace = "".join(traceback.format_exception(error))
+    text = f"mpipar: stopped, exit code {code} ({EXIT_CODES[code]})"
+    if code == errors.EXIT_INTERRUPTED:
+        return code, f"{text}: {what[0]}, {where}\n"
+    said = "\n".join(cut(problem, MOST_TEXT) for problem in what)
+    for title, words in {"what": said, "where": where, "why": why, "do": do}.items():
+        if words:
+            shown = printable(words, sys.stderr).replace("\n", "\n" + " " * 10)
+            text += f"\n  {title + ':':<8}{shown}"
+    return code, f"{text}\n{trace}"
 
 
-def show(found: Report) -> None:
-    """Print the block on stderr, after all earlier output; an interrupt takes a single line."""
-    text = f"mpipar: stopped, exit code {found.exit_code} ({EXIT_CODES[found.exit_code]})"
-    if found.exit_code == errors.EXIT_INTERRUPTED:
-        text += f": {found.what[0]}, {found.where}"
-    else:
-        what = "\n".join(cut(problem, MOST_TEXT) for problem in found.what)
-        parts = {"what": what, "where": found.where, "why": found.why, "do": found.do}
-        for title, words in parts.items():
-            if words:
-                shown = printable(words, sys.stderr).replace("\n", "\n" + " " * 10)
-                text += f"\n  {title + ':':<8}{shown}"
+def show(block: str) -> None:
+    """Print the block on stderr, after all earlier output."""
     with contextlib.suppress(OSError, ValueError):  # a closed stdout must not hide the block
         sys.stdout.flush()
     with contextlib.suppress(OSError, ValueError), above(sys.stderr):
-        sys.stderr.write(f"{text}\n{found.trace}")
+        sys.stderr.write(block)
         sys.stderr.flush()
 
 

@@ -14,8 +14,8 @@ import json
 import os
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mpipar.cache import cache_folder
 from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_library, short_name
@@ -30,38 +30,19 @@ NAMES = {MPICH: "libmpi.so.12", OPEN_MPI: "libmpi.so.40"}
 DEBIAN_MPICH = "libmpich.so.12"  # also Ubuntu's
 
 
+@dataclass(frozen=True)
 class OneRank:
-    """The world of a process that runs alone, where no MPI library can be loaded.
+    """The world of a process that runs alone, where no MPI library can be loaded; it sends nothing.
 
-    It has those calls of an mpi4py communicator that one rank makes, which receives what it sends.
-    why: what kept MPI from being loaded. NumPy is not imported, because its threads are not yet
-    set.
+    why: what kept MPI from being loaded.
     """
 
-    def __init__(self, why: str):
-        self.rank, self.size, self.why = 0, 1, why
-
-    def Get_rank(self) -> int:
-        return 0
-
-    def Get_size(self) -> int:
-        return 1
-
-    def Dup(self) -> OneRank:
-        return self
-
-    def Allreduce(self, x: Any, into: Any) -> None:
-        """Copy the bytes of a buffer into another one of the same size."""
-        memoryview(into).cast("B")[:] = memoryview(x).cast("B")
+    why: str
+    rank: int = 0
+    size: int = 1
 
     def Barrier(self) -> None:
-        """Return at once."""
-
-    def Free(self) -> None:
-        """Do nothing: nothing was allocated."""
-
-    def Abort(self, code: int) -> None:
-        os._exit(code)
+        """Return at once, for programs of bench/."""
 
 
 def start(launcher: Launcher):
@@ -111,9 +92,8 @@ def choose_library(
     itself, and will set again.
     """
     name, own = NAMES.get(launcher.name), Path(sys.prefix, "lib")
-    if name is None or environ.get(LIBRARY) or environ.get(ABI):
-        return
-    if any((own / one).exists() for one in NAMES.values()):
+    has_own = any((own / one).exists() for one in NAMES.values())
+    if name is None or environ.get(LIBRARY) or environ.get(ABI) or has_own:
         return
     if _loads(name):
         environ[LIBRARY] = name
@@ -151,12 +131,12 @@ def check_same(world, facts: Mapping[str, str]) -> None:
     may choose its algorithm.
     """
     text = json.dumps(facts, sort_keys=True).encode()
-    if world.Get_rank():
+    if world.rank:
         world.Send(array.array("q", [len(text)]), 0)
         world.Send(text, 0)
         return
     everybody = [text]
-    for rank in range(1, world.Get_size()):
+    for rank in range(1, world.size):
         length = array.array("q", [0])
         world.Recv(length, rank)
         everybody.append(bytearray(length[0]))
@@ -206,12 +186,12 @@ def host_ranks(communicator):
 
     Comm: a split, two gathers of facts.
     """
-    if isinstance(communicator, OneRank):
+    if communicator.size == 1:
         return (0,), 0
     from mpi4py import MPI
 
     host = communicator.Split_type(MPI.COMM_TYPE_SHARED)
-    ranks = all_gather_objects(host, communicator.Get_rank())
+    ranks = all_gather_objects(host, communicator.rank)
     firsts = all_gather_objects(communicator, min(ranks))
     host.Free()
     return tuple(ranks), sorted({*firsts}).index(min(ranks))
@@ -235,13 +215,16 @@ def _mapped() -> set[str]:
     return {line[5] for line in lines if len(line) > 5}
 
 
-def abort_before_start(launcher: Launcher, environ: Mapping[str, str], code: int) -> None:
-    """End all ranks of the job from a rank that has not started MPI.
+def abort(world, launcher: Launcher, environ: Mapping[str, str], code: int) -> None:
+    """End all ranks of the job. world: None on a rank that has not started MPI.
 
-    MPICH's launcher leaves the others waiting in MPI_Init for a rank that has ended, so this tells
-    the launcher in its own protocol (PMI-1). Other launchers end the job when a process exits with
-    an error; srun does so with --kill-on-bad-exit.
+    MPICH's launcher leaves the others waiting in MPI_Init for a rank that has ended, so such a rank
+    tells the launcher in its own protocol (PMI-1). Other launchers end the job when a process exits
+    with an error; srun does so with --kill-on-bad-exit.
     """
-    if launcher.name == MPICH and environ.get("PMI_FD", "").isdecimal():
-        with contextlib.suppress(OSError):
-            os.write(int(environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+    if world is None:
+        if launcher.name == MPICH and environ.get("PMI_FD", "").isdecimal():
+            with contextlib.suppress(OSError):
+                os.write(int(environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+    elif world.size > 1 or (launcher.name and not isinstance(world, OneRank)):
+        world.Abort(code)

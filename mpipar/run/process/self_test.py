@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from array import array
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.launcher import read_launcher
@@ -18,9 +19,13 @@ from mpipar.errors import EnvironmentProblem
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-TYPES = {"f": "float32", "d": "float64", "l": "int64"}  # by the codes of `array`
+TYPES = {  # by the codes of `array`: name, unit of the numbers
+    "f": ("float32", 1),
+    "d": ("float64", 1),
+    "l": ("int64", 1 << 40),
+}
 SIGNS = (1, -2, 3, -1, 2, -3, 1)
-REPEATS, MANY_REPEATS = 11, 2000  # 77 numbers, and 56 kB of float32: other algorithms
+REPEATS, MANY = 11, 200  # 77 numbers, and 62 kB of float32: other algorithms
 TOP = 7  # ranks beyond this repeat the numbers of the first ones, so that float32 stays exact
 HIGH = 1 << 63  # negative for a library that takes it for signed
 LONG_MESSAGE = (1 << 31) + 8  # bytes
@@ -33,7 +38,7 @@ def wrong_reductions(mpi_comm: MPI.Intracomm) -> list[str]:
 
     Where ranks share a core, they take turns in non-blocking forms: some libraries never yield in a
     blocking call, and keep the core from the rank that they wait for.
-    Comm: 16 small reductions, and one that tells whether ranks share cores.
+    Comm: 22 small reductions, and one that tells whether ranks share cores.
     """
     from mpi4py import MPI
 
@@ -41,48 +46,42 @@ def wrong_reductions(mpi_comm: MPI.Intracomm) -> list[str]:
     crowded = array("l", [read_launcher(os.environ).local_size > len(os.sched_getaffinity(0))])
     mpi_comm.Iallreduce(MPI.IN_PLACE, crowded, MPI.MAX).Wait()
     places = [place % TOP + 1 for place in range(size)]
+    least, most, total = min(places), max(places), sum(places)
+    rights: dict[str, Callable[[int], int]] = {
+        "SUM": lambda sign: sign * total,
+        "MAX": lambda sign: max(sign * least, sign * most),
+        "MIN": lambda sign: min(sign * least, sign * most),
+    }
     results: list[tuple[str, array[Any], array[Any]]] = []  # what was tested, result, right result
 
-    def numbers(
-        code: str, factor: int, negative: int | None = None, repeats: int = REPEATS
-    ) -> array[Any]:
-        """Return SIGNS times a factor, or times another one where they are negative."""
-        unit, below = 1 << 40 if code == "l" else 1, factor if negative is None else negative
-        return array(code, [unit * s * (factor if s > 0 else below) for s in SIGNS]) * repeats
+    def numbers(code: str, of_sign: Callable[[int], int]) -> array[Any]:
+        return array(code, [TYPES[code][1] * of_sign(sign) for sign in SIGNS]) * REPEATS
 
     def call(name: str, *arguments: Any) -> None:
         request = getattr(mpi_comm, f"I{name.lower()}" if crowded[0] else name)(*arguments)
         while request is not None and not request.Test():
             os.sched_yield()
 
-    def all_reduce(words: str, op: MPI.Op, x: array[Any], want: array[Any]) -> None:
-        call("Allreduce", MPI.IN_PLACE, x, op)
-        results.append((words, x, want))
-
-    for code, name in TYPES.items():
-        mine, most, least = numbers(code, places[own]), max(places), min(places)
-        all_reduce(f"MPI_SUM of {name}", MPI.SUM, mine[:], numbers(code, sum(places)))
-        all_reduce(f"MPI_MAX of {name}", MPI.MAX, mine[:], numbers(code, most, least))
-        all_reduce(f"MPI_MIN of {name}", MPI.MIN, mine[:], numbers(code, least, most))
-    x = array("L", [i + HIGH * (i % size == own) for i in range(size)])
-    all_reduce(UNUSED, MPI.MAX, x, array("L", [i + HIGH for i in range(size)]))
-    for code in "fd":
-        mine, whole = numbers(code, places[own]), numbers(code, sum(places))
-        total, part = mine[:], mine[:]
-        call("Reduce", mine, None if own else total, MPI.SUM)
-        call("Reduce_scatter_block", mine * size, part)
+    for code, (name, _) in TYPES.items():
+        mine, whole = numbers(code, places[own].__mul__), numbers(code, rights["SUM"])
+        for word, right in rights.items():
+            x = mine[:]
+            call("Allreduce", MPI.IN_PLACE, x, getattr(MPI, word))
+            results.append((f"MPI_{word} of {name}", x, numbers(code, right)))
+        reduced, part, rows, many = mine[:], mine[:], mine * size, mine * MANY
+        call("Reduce", mine, None if own else reduced, MPI.SUM)
+        call("Reduce_scatter_block", rows, part)
+        mpi_comm.Ireduce_scatter_block(MPI.IN_PLACE, rows).Wait()
+        mpi_comm.Iallreduce(MPI.IN_PLACE, many).Wait()
         results += [
-            (f"MPI_Reduce of {TYPES[code]}", total, mine if own else whole),
-            (f"MPI_Reduce_scatter_block of {TYPES[code]}", part, whole),
+            (f"MPI_Reduce of {name}", reduced, mine if own else whole),
+            (f"MPI_Reduce_scatter_block of {name}", part, whole),
+            (f"MPI_Ireduce_scatter_block of {name}", rows[: len(whole)], whole),
+            (f"MPI_Iallreduce of {name}", many, whole * MANY),
         ]
-    rows, many = mine * size, numbers("f", places[own], repeats=MANY_REPEATS)
-    scattered = mpi_comm.Ireduce_scatter_block(MPI.IN_PLACE, rows)
-    mpi_comm.Iallreduce(MPI.IN_PLACE, many).Wait()
-    scattered.Wait()
-    results += [
-        ("MPI_Ireduce_scatter_block of float64", rows[: len(whole)], whole),
-        ("MPI_Iallreduce of float32", many, numbers("f", sum(places), repeats=MANY_REPEATS)),
-    ]
+    x = array("L", [i + HIGH * (i % size == own) for i in range(size)])
+    call("Allreduce", MPI.IN_PLACE, x, MPI.MAX)
+    results.append((UNUSED, x, array("L", [i + HIGH for i in range(size)])))
     return [words for words, got, want in results if got.tobytes() != want.tobytes()]
 
 
@@ -121,8 +120,8 @@ def long_message(mpi_comm: MPI.Intracomm, free: int) -> str:
             mpi_comm.Send(x, 1)
         elif mpi_comm.rank == 1:
             mpi_comm.Recv(x, 0)
-            return "" if x[-1] else f"a message of {LONG_MESSAGE:,} bytes arrives damaged"
     except MPI.Exception as error:
         text = error.Get_error_string().split(":")[0]
         return f"a message of {LONG_MESSAGE:,} bytes is refused ({text})"
-    return ""
+    arrived = mpi_comm.rank > 1 or x[-1]
+    return "" if arrived else f"a message of {LONG_MESSAGE:,} bytes arrives damaged"

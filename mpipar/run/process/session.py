@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from mpipar import errors
@@ -59,28 +59,27 @@ class Session(Interruptible):
     command that needs no MPI.
     watch: the watchdog, which notices a lack of progress, from start() to the end of finish().
     where: called when an error is reported; returns what the rank is doing, such as "step 17".
-    presets: environment variables that guard() has set because the user had not.
+    presets: names of the environment variables that guard() has set because the user had not.
     unfinished: a folder to be removed if the process ends at once, or None.
     starting: whether MPI is starting.
     saved: the folder of the final weights once they are written; stopping then loses nothing.
     """
 
-    def __init__(self, launcher: Launcher):
-        super().__init__(speaks=launcher.rank == 0)
-        self.launcher = launcher
-        self.world = None
+    def __init__(self, launcher: Launcher, presets: Collection[str] = ()):
+        self.launcher, self.presets, self.speaks = launcher, presets, launcher.rank == 0
+        self.world = self._private = None
         self.host_ranks, self.host_rank = (0,), 0
         self.facts: dict[str, str] = {}
         self.where: Callable[[], str] = str
         self.unfinished: Path | None = None
         self.saved = ""
-        self.presets: dict[str, str] = {}
         self.held: lock.RunLock | None = None  # of the run folder, on world rank 0
-        self._private = None
         self._token, self._host = "", 0  # of the job, and this host's number, once MPI has started
         self._failing = threading.Lock()
         self.starting = False
-        self.watch = Watchdog(lambda: STARTING if self.starting else self.where(), self.fail)
+        self.watch = Watchdog(
+            launcher.rank, lambda: STARTING if self.starting else self.where(), self.fail
+        )
 
     def start(self):
         """Start MPI, compare the facts of all ranks, and return `world`; later calls only return.
@@ -91,7 +90,7 @@ class Session(Interruptible):
         """
         if self.world is not None:
             return self.world
-        self.watch.start(self.launcher.rank)
+        self.watch.start()
         self.starting = True
         self.world = mpi.start(self.launcher)
         self.starting = False
@@ -99,23 +98,21 @@ class Session(Interruptible):
         if isinstance(self.world, mpi.OneRank):
             warn(f"{self.world.why}; continuing as rank 0 of 1")
         # a private communicator: agree() and finish() must never match the command's messages
-        self._private = self.world.Dup()
+        self._private = self.world.Dup() if self.world.size > 1 else self.world
         self._token = broadcast_text(self._private, os.urandom(8).hex())
         self.host_ranks, self._host = mpi.host_ranks(self._private)
-        self.host_rank = self.host_ranks.index(self.world.Get_rank())
+        self.host_rank = self.host_ranks.index(self.world.rank)
         if self.host_rank == 0:
             mpi.forget_shared_memory()
-        if self.facts:
-            self.compare(self.facts)
+        self.compare(self.facts)
         self.agree(lambda: check_reductions(self._private, mpi.library_name(self.world)))
         return self.world
 
     def exited(self) -> None:
         """End the job because a library has called exit(), as MPICH does if it cannot start."""
         words = "a library called exit() in this process"
-        if self.starting:
-            self.fail(EnvironmentProblem([f"{words}: see its message", STARTING]))
-        self.fail(RuntimeError(words))
+        early = EnvironmentProblem([f"{words}: see its message", STARTING])
+        self.fail(early if self.starting else RuntimeError(words))
 
     def use_folder(self, folder: Path) -> None:
         """Let ranks write states and errors into the locked run folder from now on.
@@ -124,7 +121,7 @@ class Session(Interruptible):
         Comm: an agreement.
         """
         self.agree(lambda: lock.check_seen(folder, self._token))
-        self.watch.ranks, self.watch.folder = range(self.world.Get_size()), folder
+        self.watch.ranks, self.watch.folder = range(self.world.size), folder
 
     def compare(self, facts: Mapping[str, str]) -> None:
         """Return if all ranks have the same facts; else show the differences and leave together.
@@ -150,9 +147,9 @@ class Session(Interruptible):
         failing = [rank for rank, code in enumerate(codes) if code]
         if not failing:
             return result
-        if self.world.Get_rank() == failing[0]:
-            everywhere = len(failing) == len(codes)
-            failure.show(failure.error_report(error, "" if everywhere else self._place()))
+        if self.world.rank == failing[0]:
+            place = "" if len(failing) == len(codes) else self._place()
+            failure.show(failure.report(error, place)[1])
         raise AgreedError(codes[failing[0]])
 
     def lock(self, folder: Path) -> None:
@@ -178,7 +175,6 @@ class Session(Interruptible):
         if self.world is None:
             return exit_code
         exit_code = max(all_gather_objects(self._private, exit_code))
-        self._private.Free()
         world, self.world = self.world, None  # from here on, a Ctrl-C must not call MPI
         mpi.finalize(world)
         self.watch.end()
@@ -192,11 +188,9 @@ class Session(Interruptible):
 
     def _place(self) -> str:
         """Return which process this is, and what it is doing."""
-        rank, size = self.launcher.rank, self.launcher.size
-        if self.world is not None:
-            rank, size = self.world.Get_rank(), self.world.Get_size()
-        here = f"host {os.uname().nodename} (pid {os.getpid()})"
-        here = f"rank {rank} of {size} on {here}" if size > 1 else here
+        here, job = f"host {os.uname().nodename} (pid {os.getpid()})", self.world or self.launcher
+        if job.size > 1:
+            here = f"rank {job.rank} of {job.size} on {here}"
         return ", ".join(filter(None, (here, self.where())))
 
     def fail(self, error: BaseException, thread: str = ""):
@@ -215,25 +209,23 @@ class Session(Interruptible):
 
     def _tell(self, error: BaseException, thread: str) -> int:
         """Let one rank print the block of this failure; return the job's exit code."""
-        rank = self.launcher.rank if self.world is None else self.world.Get_rank()
         everywhere = self.world is None and isinstance(error, UsageError)  # a wrong flag
         place = "" if everywhere else self._place()
         place += f", thread {thread}" if thread else ""
-        found = failure.error_report(error, place, self.saved)
+        code, block = failure.report(error, place, self.saved)
+        speaks, turn = True, self.launcher.rank
         if everywhere or isinstance(error, Mismatch):  # the others say it, or need not
-            speaks, turn = not (rank if everywhere else self.launcher.local_rank), 0
+            speaks, turn = not (turn if everywhere else self.launcher.local_rank), 0
         elif self._token:
             speaks, turn = failure.is_first(self._token), self._host
-        else:
-            speaks, turn = True, rank
         if speaks:
             time.sleep(failure.TURN_SECONDS * min(turn, failure.MOST_TURNS))
             # a blocked console must not keep the job alive
-            later(ABORT_SECONDS, self._abort, found.exit_code)
-            failure.show(found)
+            later(ABORT_SECONDS, self._abort, code)
+            failure.show(block)
         else:  # the reporting rank's abort also ends this process; if not, it ends itself
             time.sleep(ABORT_SECONDS + failure.TURN_SECONDS * failure.MOST_TURNS)
-        return found.exit_code
+        return code
 
     def _abort(self, code: int):
         """Kill every rank or, if MPI cannot, at least this process."""
@@ -246,10 +238,7 @@ class Session(Interruptible):
         self.unlock()
         if self.unfinished is not None:
             shutil.rmtree(self.unfinished, ignore_errors=True)
-        if self.world is None:
-            mpi.abort_before_start(self.launcher, os.environ, code)
-        elif self.launcher.name or self.world.Get_size() > 1:
-            self.world.Abort(code)
+        mpi.abort(self.world, self.launcher, os.environ, code)
         os._exit(code)
 
 
@@ -300,7 +289,7 @@ def _run(main: Callable, argv: list[str], session: Session) -> int:
             exit_code = leaving.code or errors.EXIT_OK
         sys.stdout.flush()
     except BrokenPipeError:  # mpipar schedule ... | head: the reader has left
-        if session.world is not None and session.world.Get_size() > 1:
+        if session.world is not None and session.world.size > 1:
             raise
         os._exit(errors.EXIT_NO_READER)
     return session.finish(exit_code)
@@ -317,9 +306,8 @@ def guard(main: Callable, argv: list[str] | None = None):
     threading.stack_size(1 << 20)  # 8 MiB for each would count against --memory-limit
     # NumPy's: numbers that are not finite are found by our own checks, which name tensor and rank.
     warnings.filterwarnings("ignore", ".* encountered in ", RuntimeWarning)
-    session = Session(read_launcher(os.environ))
+    session = Session(read_launcher(os.environ), chosen)
     mpi.choose_library(session.launcher, os.environ, chosen)
-    session.presets = chosen
     threading.excepthook = lambda failed: session.fail(failed.exc_value, failed.thread.name)
     try:
         if problems := limit_problems(session.launcher):

@@ -37,12 +37,10 @@ class Interruptible:
     will_loop: whether stop_on_request() is still to come, so that SIGUSR1 can wait for it.
     """
 
-    def __init__(self, speaks: bool = True):
-        self.speaks = speaks
-        self.stop_requested = self.save_requested = False
-        self.will_loop = self._in_loop = False
-        self._obeys_after = ""
-        self._ctrl_c: float | None = None  # when the first one came
+    speaks = True
+    stop_requested = save_requested = will_loop = _in_loop = False
+    _obeys_after = ""
+    _ctrl_c: float | None = None  # when the first one came
 
     @contextlib.contextmanager
     def stop_on_request(self, at: str = "this step (islands: when they meet next)"):

@@ -10,22 +10,17 @@ def open_closed() -> None:
 
     Otherwise the next file to be opened would get one of their numbers, and with it their text.
     """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number
-    if sys.stdout is None:
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (open for the process's lifetime)
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    while (number := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass  # it is the lowest that was free
+    os.close(number)
+    for number, name in enumerate(("stdout", "stderr"), 1):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115 (for the lifetime)
 
 
 def silence_output() -> None:
     """Redirect standard output, including what is still buffered, to /dev/null."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def above(stream):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -50,30 +51,28 @@ class Watchdog:
     fail: ends the job; called on the lowest rank that has written its state, or on every rank.
     """
 
-    def __init__(self, where: Callable[[], str], fail: Callable):
+    def __init__(self, world_rank: int, where: Callable[[], str], fail: Callable):
         self.warn, self.stop = WARN_SECONDS, STOP_SECONDS
         self.folder: Path | None = None
         self.ranks: Sequence[int] = ()
-        self.world_rank = 0
         self.begun = False
+        self.world_rank, self._fail = world_rank, fail
         self._progress: Callable = position
         self._describe: Callable = lambda: state_of(where=where())
-        self._fail = fail
+        self._name = f"{HANG}/rank-{world_rank:05d}.json"
+        self._written = False
         self._ended = threading.Event()
-        self._written: Path | None = None  # the run folder with this rank's state
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def start(self, world_rank: int) -> None:
-        """Start the thread, once; the limits must be set by then."""
-        if self._thread is None and (self.warn or self.stop):
-            self.world_rank = world_rank
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+    def start(self) -> None:
+        """Start the thread; the limits must be set by then."""
+        if self.warn or self.stop:
             self._thread.start()
 
     def end(self) -> None:
         """End the thread: MPI has ended."""
         self._ended.set()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(SETTLE)  # it may be blocked on a console while reporting
 
     @contextlib.contextmanager
@@ -101,21 +100,20 @@ class Watchdog:
         """
         last, stuck, warned = None, 0.0, False
         while True:
-            warn, stop = self.warn, self.stop
-            if not self.begun:
-                warn, stop = (limit and max(limit, START_SECONDS) for limit in (warn, stop))
-            first = min(filter(None, (warn, stop)), default=0.0)
-            pause = min(LONGEST_PAUSE, first / 5 or LONGEST_PAUSE)
+            least = 0.0 if self.begun else START_SECONDS
+            warn, stop = (limit and max(limit, least) for limit in (self.warn, self.stop))
+            first = min(filter(None, (warn, stop)), default=math.inf)
+            pause = min(LONGEST_PAUSE, first / 5)
             if self._ended.wait(pause):
                 break
             now = self._progress()
-            if now != last or not first:
+            if now != last:
                 last, stuck, warned = now, 0.0, False
                 self._withdraw()
                 continue
             stuck += pause
             if stuck >= first:
-                self._write(stuck)
+                self._write()
             if warn and not warned and stuck > warn + SETTLE:
                 warned = True
                 if lines := self._report(warn, everywhere=False):
@@ -126,22 +124,19 @@ class Watchdog:
 
     def _withdraw(self) -> None:
         """Remove this rank's state, which is outdated because the rank has resumed."""
-        if self._written is not None:
+        if self._written:
+            self._written = False
             with contextlib.suppress(OSError):  # others' states may keep the folder
-                no_links.remove(self._written, self._name())
-                (self._written / HANG).rmdir()
-            self._written = None
+                no_links.remove(self.folder, self._name)
+                (self.folder / HANG).rmdir()
 
-    def _name(self) -> str:
-        return f"{HANG}/rank-{self.world_rank:05d}.json"
-
-    def _write(self, stuck: float) -> None:
+    def _write(self) -> None:
         """Write this rank's state; a reader sees either all of it or the previous one."""
         if self.folder is not None:
-            text = json.dumps({**self._describe(), "stuck_seconds": round(stuck, 1)})
             with contextlib.suppress(OSError):  # a full disk must not hide the hang itself
-                replace_file(self._name(), [text.encode()], sync=False, root=self.folder)
-                self._written = self.folder
+                text = json.dumps(self._describe()).encode()
+                replace_file(self._name, [text], sync=False, root=self.folder)
+                self._written = True
 
     def _report(self, limit: float, everywhere: bool) -> list[str]:
         """Return what all ranks' states mean, on the lowest rank that has written one; else [].
@@ -187,71 +182,58 @@ def state_of(recorder=None, comms=None, where: str = "") -> dict:
     """Return what this rank is doing, as JSON-able values; called from the watchdog's thread.
 
     where: the description of a rank without a recorder. barrier: what all ranks in the same one
-    have in common; peer: the rank of the other end of a message.
+    say of it, or ""; for: the ranks that this one waits for.
     """
     stack = [
         f"{source_line(frame.f_code.co_filename, line)} in {frame.f_code.co_name}"
         for frame, line in islice(main_stack(), MOST_FRAMES)
     ]
-    at, record = where or "start", None
+    here = next((frame for frame in stack if not frame.startswith(INSIDE)), "?")
+    at, barrier, ranks, record = where or "start", "", [], None
     if recorder is not None:
         place_in_step = recorder.step, recorder.phase, recorder.stage, recorder.mb
         at = "step {}, phase {}, stage {}, mb {}".format(*place_in_step)
         waiting = (one for one in reversed(recorder.records) if one.waited_ns and not one.done_ns)
         record = next(waiting, None)
     if record is None:
-        counted = recorder is not None and recorder.phase in STEP
-        return {"says": _at_work(at, stack, counted), "barrier": None, "peer": None, "stack": stack}
-    ranks = list(comms.groups[record.axis].ranks)
-    peer = ranks[record.peer] if record.peer >= 0 else None
-    other = f" {'to' if record.operation == 'send' else 'from'} rank {peer}"
-    seconds = (perf_counter_ns() - record.waited_ns) * 1e-9
-    says = (
-        f"waits in {record.operation} {record.name}{'' if peer is None else other}"
-        f" ({record.axis}, {at}) for {seconds:.1f} s at {record.source}"
-    )
-    barrier = [record.axis, ranks, record.seq, record.operation, record.name]
-    return {"says": says, "barrier": barrier, "peer": peer, "stack": stack}
-
-
-def _at_work(at: str, stack: list[str], counted: bool) -> str:
-    """Return a phrase for a rank that is in no communication that has a record.
-
-    counted: whether every communication has one.
-    """
-    here = stack[0] if stack else "?"
-    if counted:
-        return f"is in no communication ({at}); its main thread is at {here}"
-    caller = next((frame for frame in stack if not frame.startswith(INSIDE)), here)
-    return f"is at {here}" + (f", called from {caller}" if caller != here else "") + f" ({at})"
+        says = f"is at {here} ({at})"
+        if recorder is not None and recorder.phase in STEP:  # all communication has a record
+            says = f"is in no communication ({at}); its main thread is at {here}"
+    else:
+        group, other = list(comms.groups[record.axis].ranks), ""
+        if record.operation in POINT_TO_POINT:
+            ranks = [group[record.peer]]
+            other = f" {'to' if record.operation == 'send' else 'from'} rank {ranks[0]}"
+        else:
+            ranks, number = group, f"{record.operation} {record.seq}"
+            barrier = f"barrier {record.name} ({number} of the {record.axis} group {group})"
+        seconds = (perf_counter_ns() - record.waited_ns) * 1e-9
+        says = (
+            f"waits in {record.operation} {record.name}{other}"
+            f" ({record.axis}, {at}) for {seconds:.1f} s at {record.source}"
+        )
+    return {"says": says, "barrier": barrier, "for": ranks, "stack": stack}
 
 
 def explain(states: dict[int, dict], ranks: Iterable[int]) -> list[str]:
     """Return a report: incomplete barriers, the ranks missing from each, and what those are doing.
 
-    If no rank waits in a barrier, it says what every rank is doing. ranks: all that could have
+    If no rank waits for another, it says what every rank is doing. ranks: all that could have
     written a state.
     """
-    barriers = {rank: state["barrier"] for rank, state in sorted(states.items())}
     says = dict.fromkeys(ranks, SILENT) | {rank: one["says"] for rank, one in states.items()}
-    lines, missing, told = [], set(), []
-    for rank, barrier in barriers.items():
-        if barrier is None or barrier in told:
-            continue
-        axis, members, seq, operation, name = barrier
-        if operation in POINT_TO_POINT:
-            missing.add(states[rank]["peer"])
-            lines.append(f"rank {rank} {says[rank]}")
-            continue
-        told.append(barrier)
-        arrived = [other for other in members if barriers.get(other) == barrier]
-        absent = [other for other in members if other not in arrived]
+    barriers = {rank: one["barrier"] for rank, one in states.items()}
+    lines, missing = [], set()
+    for rank, state in sorted(states.items()):
+        barrier, line = state["barrier"], f"rank {rank} {says[rank]}"
+        absent = [other for other in state["for"] if not barrier or barriers.get(other) != barrier]
+        if barrier:
+            arrived = [other for other in state["for"] if other not in absent]
+            line = f"{barrier} is incomplete: {names(arrived)} arrived, {names(absent)} missing"
+        if state["for"] and line not in lines:
+            lines.append(line)
         missing.update(absent)
-        lines.append(
-            f"barrier {name} ({operation} {seq} of the {axis} group {members}) is incomplete:"
-            f" {names(arrived)} arrived, {names(absent)} missing"
-        )
-    late = [rank for rank in sorted(missing) if barriers.get(rank) is None]
+    late = [rank for rank in sorted(missing) if rank not in states or not states[rank]["for"]]
     lines += [f"late: rank {rank} {says.get(rank, SILENT)}" for rank in late]
     stacks = {rank: states[rank]["stack"][:6] for rank in sorted(missing & states.keys())}
     lines += [f"  rank {rank}: {frame}" for rank, stack in stacks.items() for frame in stack]

@@ -109,7 +109,7 @@ print("start", loaded("numpy", "mpi4py", "safetensors"))
 for command in sys.argv[1:]:
     cli.context_of(None, command, ["RUN"] if command == "generate" else [])
     print(command, loaded("numpy", "mpi4py.MPI", "safetensors"))
-import mpipar.run.process.blas
+import mpipar.run.process.environment
 print("kernels", loaded("numpy"))
 """
 

@@ -5,18 +5,18 @@ import math
 import os
 import platform
 import re
-import signal
 import sys
 from pathlib import Path
 
 import pytest
 from helpers import REPOSITORY, run_command, run_ranks
-from program import LIMIT, PROGRAM, TEXT, block_of, environment
+from program import LIMIT, PROGRAM, environment
 
 from mpipar.comm.groups import stated_awareness
 from mpipar.comm.launcher import Launcher, read_launcher
 from mpipar.commands.doctor import launch_remarks, remarks
-from mpipar.run.process import blas, mpi, signals, watchdog
+from mpipar.run.process import environment as settings
+from mpipar.run.process import mpi
 from mpipar.run.process.environment import (
     THREAD_VARIABLES,
     YIELD_VARIABLES,
@@ -100,14 +100,14 @@ def test_what_a_process_sets_for_itself_and_what_the_user_has_chosen():
 def test_doctor_shows_every_rank_and_multiplies_with_the_kernels_of_the_vector_units(
     no_launcher, monkeypatch
 ):
-    monkeypatch.delenv(blas.VARIABLE)
+    monkeypatch.delenv(settings.CORETYPE)
     text = run_ranks(3, [*PROGRAM, "doctor"], LIMIT).ended().stdout
     rows = re.findall(r"^(\d+) +(\S+) +[\d,-]+ +(\d+) +\S.+$", text, re.MULTILINE)
     assert rows == [(str(rank), os.uname().nodename, "1") for rank in range(3)]
     assert "\nranks          3 on 1 host(s)\n" in text
     for word in ("MPI library", "thread level", "GPU-aware MPI", "launcher", "MPI self-test"):
         assert f"\n{word}" in text
-    name = blas.choice(blas.processor()[1])
+    name = settings.kernels_for(settings.processor()[1])
     assert name is None or f"kernels for {name}" in text
 
 
@@ -265,35 +265,25 @@ def test_doctor_says_what_open_mpi_s_launcher_wants():
 # --- the BLAS kernels of a process: by its vector units, before NumPy is loaded
 
 
-NEW, OLD = blas.KERNELS["SkylakeX"], blas.KERNELS["Haswell"]
-TINY = """--layers 2 --d-model 8 --heads 2 --seq-len 5 --batch-size 4 --num-microbatches 2
-    --sample-tokens 0 --eval-tokens 20 --steps 2""".split()
-
-
-# A rank that starts with another environment than the first.
-PLACE = """
-import os
-if os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
-    os.environ["OPENBLAS_CORETYPE"] = "Prescott"
-"""
+NEW, OLD = settings.KERNELS["SkylakeX"], settings.KERNELS["Haswell"]
 
 
 @pytest.fixture
 def processor(monkeypatch, tmp_path):
     """Set the vector units of the processor; NumPy counts as not loaded."""
-    monkeypatch.setattr(blas, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(settings, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.delitem(sys.modules, "numpy")
 
     def set_units(*units):
         text = f"model name\t: A CPU\nflags\t\t: fpu {' '.join(units)}\n"
-        blas.CPUINFO.write_text(f"{text}\nmodel name\t: B\nflags\t: other\n")
+        settings.CPUINFO.write_text(f"{text}\nmodel name\t: B\nflags\t: other\n")
 
     return set_units
 
 
 def chosen(**environ):
-    blas.choose_kernels(environ)
-    return environ.get(blas.VARIABLE)
+    settings.choose_kernels(environ)
+    return environ.get(settings.CORETYPE)
 
 
 @pytest.mark.parametrize(
@@ -301,9 +291,9 @@ def chosen(**environ):
     [(NEW, "SkylakeX"), (OLD, "Haswell"), ((*NEW, "avx512_bf16"), "SkylakeX"), (("avx2",), None)],
 )
 def test_the_vector_units_say_the_kernels(processor, units, kernels):
-    assert (blas.processor(), chosen()) == (("", frozenset()), None)  # it is unknown
+    assert (settings.processor(), chosen()) == (("", frozenset()), None)  # it is unknown
     processor(*units)
-    assert blas.processor() == ("A CPU", {"fpu", *units})
+    assert settings.processor() == ("A CPU", {"fpu", *units})
     assert chosen() == kernels
     sys.modules["numpy"] = None  # loaded: then it is too late
     assert chosen() is None
@@ -312,30 +302,3 @@ def test_the_vector_units_say_the_kernels(processor, units, kernels):
 def test_a_name_that_the_user_has_set_wins(processor):
     processor(*OLD)
     assert chosen(OPENBLAS_CORETYPE="Nehalem") == "Nehalem"
-
-
-def test_ranks_with_other_kernels_do_not_train_together():
-    """They would round differently."""
-    code = f"{PLACE}import mpipar.__main__; mpipar.__main__.main()"
-    words = [sys.executable, "-c", code, "train", *TINY, *TEXT]
-    result = run_ranks(2, words, LIMIT, environment({blas.VARIABLE: "Nehalem"}))
-    block_of(result, 69, blas.VARIABLE, "Nehalem", "Prescott")
-
-
-# --- what is said of a rank that works, and of a signal
-
-
-def test_the_line_named_is_that_of_the_caller():
-    stack = ["mpipar/comm/objects.py:50 in _gathered", "mpipar/run/resume.py:9 in load_newest"]
-    words = f"is at {stack[0]}, called from {stack[1]} (start)"
-    assert watchdog._at_work("start", stack, counted=False) == words
-    assert watchdog._at_work("start", stack[1:], counted=False) == f"is at {stack[1]} (start)"
-
-
-def test_what_ends_before_a_signal_is_obeyed_is_said(monkeypatch):
-    said = []
-    monkeypatch.setattr(signals, "later", lambda seconds, note, text: said.append(text))
-    one = signals.Interruptible()
-    with one.stop_on_request("this measurement"):
-        one.interrupt(signal.SIGTERM)
-    assert said == ["SIGTERM: stops after this measurement; a second Ctrl-C stops at once"]
