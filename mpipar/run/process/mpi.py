@@ -108,7 +108,7 @@ def _loads(name: str) -> bool:
     return False
 
 
-def _start_with_link(environ: MutableMapping[str, str], presets: Collection[str]) -> None:
+def _start_with_link(environ: Mapping[str, str], presets: Collection[str]) -> None:
     """Start this process over if Debian's MPICH is here and its link is not yet on the path."""
     folder, path = cache_folder("mpich"), environ.get("LD_LIBRARY_PATH", "")
     if folder is None or str(folder) in path.split(":") or not _loads(DEBIAN_MPICH):
@@ -118,10 +118,9 @@ def _start_with_link(environ: MutableMapping[str, str], presets: Collection[str]
         new = folder / str(os.getpid())
         new.symlink_to(library)
         new.replace(folder / NAMES[MPICH])
-        environ["LD_LIBRARY_PATH"] = f"{folder}:{path}" if path else str(folder)
-        for name in presets:
-            del environ[name]
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 (itself)
+        own = {name: value for name, value in environ.items() if name not in presets}
+        own["LD_LIBRARY_PATH"] = f"{folder}:{path}" if path else str(folder)
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], own)  # noqa: S606 (itself)
 
 
 def check_same(world, facts: Mapping[str, str]) -> None:
