@@ -26,6 +26,7 @@ from mpipar.run.data.source import load_source
 from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.files import digests
 from mpipar.run.process import consistency
+from mpipar.run.process.environment import CORETYPE
 from mpipar.run.resume import Start, check_begin
 
 SMALL = """--layers 1 --d-model 8 --heads 2 --ffn 8 --seq-len 8 --batch-size 4 --steps 2
@@ -52,6 +53,7 @@ def facts_in(folder, *words, rank=0):
     session = Taking(1, rank)
     with contextlib.chdir(folder), pytest.raises(ComparedError):
         cli.main([str(word) for word in words], session)
+    assert CORETYPE in session.facts, "kernels round differently"
     return session.taken
 
 

@@ -89,6 +89,7 @@ def test_what_a_process_sets_for_itself_and_what_the_user_has_chosen():
     for value, name in itertools.product(("3", " 2", "2,1"), THREAD_VARIABLES):
         assert not set(THREAD_VARIABLES) & set(presets(HYDRA | {name: value}, 8))
     user = {"MPIR_CVAR_X": "1", "OMPI_MCA_coll": "tuned", "OMP_NUM_THREADS": "2"}
+    user[settings.CORETYPE] = "Nehalem"
     others = {"OMPI_MCA_orte_hnp_uri": "a", "OMPI_MCA_ess_base_vpid": "3", "HOME": "/"}
     assert chosen_by_user(user | others, ()) == user
     assert chosen_by_user(crowded, crowded) == {}
