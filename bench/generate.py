@@ -31,7 +31,7 @@ from mpipar.config.sections import build
 from mpipar.errors import EXIT_CHECK_FAILED, UserError
 from mpipar.ops import make
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.inference.generate import Sampling, Text, generate
+from mpipar.run.generation import Sampling, Text, generate
 from mpipar.run.process.mpi import OneRank
 
 TOLERANCE = 1e-4  # of the largest logit: how much likelier another token may be

@@ -27,11 +27,11 @@ def run(context: Context) -> int:
     """
     from mpipar.run import verify
     from mpipar.run.console.tables import layout_text, table
-    from mpipar.run.resolve import compare_inputs, prepare
+    from mpipar.run.resolve import Inputs, compare_inputs
 
     session, parsed = context.session, context.parsed
     world = session.start()
-    inputs = session.agree(lambda: prepare(exact(parsed), world.size, session.host_rank))
+    inputs = session.agree(lambda: Inputs(exact(parsed), world.size, session.host_rank))
     compare_inputs(session, inputs)
     grid = inputs.config.grid
     found = verify.compare_with_one_rank(

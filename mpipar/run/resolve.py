@@ -37,8 +37,8 @@ from mpipar.run.data.prepared import is_dataset, read_dataset
 from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.data.tokenizer import (
     Tokenizer,
+    can_be_read,
     files_digest,
-    has_tokenizer,
     read_files,
     tokenizer_of,
 )
@@ -199,53 +199,55 @@ class Prompt:
     ids: list[int]
 
 
-@dataclass(frozen=True)
 class Inputs:
-    """A complete configuration with its ops, data, tokenizer and prompt. notes: for the user."""
+    """A complete configuration with its ops, data, tokenizer and prompt.
 
-    config: Config
-    notes: list[str]
-    ops: object
-    train_part: object
-    held_out: object
-    tokenizer: Tokenizer
-    prompt: list[int]
-
-
-def prepare(
-    parsed, world_size: int, host_rank: int, checks=(), started=None, machine=None
-) -> Inputs:
-    """Check everything that can be checked before anything is allocated.
-
-    host_rank: place of this process on its host; only the first reads all token files once.
-    checks: the command's own pairs (function that lists a config's problems, error class). started:
-    the checkpoint from which the run resumes. machine: the file of --machine. Raises one UserError
-    with all problems of flags, layout, schedule, prompt, data and device.
+    config, ops, tokenizer. train_part, held_out: tokens. prompt: the tokens with which the text at
+    the end begins. notes: for the user.
     """
-    found = {}
 
-    def read_text(config):
-        if "data" in found:  # whether a prompt is text depends on the data
-            found["tokenizer"] = tokenizer_of_run(config, started, found["data"][0][0])
-            found["prompt"] = prompt_tokens(config, found["tokenizer"])
+    def __init__(
+        self, parsed, world_size: int, host_rank: int, checks=(), started=None, machine=None
+    ):
+        """Check everything that can be checked before anything is allocated.
 
-    checks = [  # each keeps what it has read
-        *checks,
-        (lambda config: found.update(data=rows.load(config, host_rank == 0)), DataError),
-        (read_text, UsageError),
-        (lambda config: found.update(unread=checkpoint.unread_notes(config)), DataError),
-        (
-            lambda config: found.update(ops=ops_module.make_for(config.run, host_rank)),
-            EnvironmentProblem,
-        ),
-    ]
-    config, notes = resolve(parsed, world_size, checks, machine)
-    (train_part, held_out), what = found["data"]
-    notes.append(f"data: {what}; {len(train_part):,} to train on, {len(held_out):,} held out")
-    notes += [*found["unread"], *tokenizer_notes(config, found["tokenizer"], train_part)]
-    return Inputs(
-        config, notes, found["ops"], train_part, held_out, found["tokenizer"], found["prompt"]
-    )
+        host_rank: place of this process on its host; only the first reads all token files once.
+        checks: the command's own pairs (function that lists a config's problems, error class).
+        started: the checkpoint from which the run resumes. machine: the file of --machine. Raises
+        one UserError with all problems of flags, layout, schedule, prompt, data and device.
+        """
+        self.train_part = self.held_out = None
+
+        def read_data(config):
+            parts, self.what = rows.load(config, thorough=host_rank == 0)
+            self.train_part, self.held_out = parts
+
+        def read_text(config):
+            if self.train_part is not None:  # whether a prompt is text depends on the data
+                self.tokenizer = tokenizer_of_run(config, started, self.train_part)
+                self.prompt = prompt_tokens(config, self.tokenizer, self.held_out)
+
+        def read_weights(config):
+            self.unread = checkpoint.unread_notes(config)
+
+        def make_ops(config):
+            self.ops = ops_module.make_for(config.run, host_rank)
+
+        checks = [
+            *checks,
+            (read_data, DataError),
+            (read_text, UsageError),
+            (read_weights, DataError),
+            (make_ops, EnvironmentProblem),
+        ]
+        self.config, notes = resolve(parsed, world_size, checks, machine)
+        train, held_out = len(self.train_part), len(self.held_out)
+        self.notes = [
+            *notes,
+            f"data: {self.what}; {train:,} to train on, {held_out:,} held out",
+            *self.unread,
+            *tokenizer_notes(self.config, self.tokenizer, self.train_part),
+        ]
 
 
 def tokenizer_of_run(config, started, tokens) -> Tokenizer:
@@ -263,9 +265,10 @@ def tokenizer_of_run(config, started, tokens) -> Tokenizer:
 
 def tokenizer_notes(config, tokenizer: Tokenizer, tokens) -> list[str]:
     """Return notes on what the ids of token files mean. tokens: the training part."""
-    source, data = config.run.init_from, config.run.data
-    folder, notes = tokenizer_folder(source) if source else None, []
-    if folder and has_tokenizer(folder) and files_digest(read_files(folder)) != tokenizer.digest:
+    source, data, notes = config.run.init_from, config.run.data, []
+    folder = tokenizer_folder(source) if source else None
+    files = read_files(folder) if folder else {}
+    if can_be_read(files) and files_digest(files) != files_digest(tokenizer.files):
         notes.append(
             f"the tokenizer files of --data differ from those of {folder}: where they do, an id"
             " had another meaning when the weights were trained"
@@ -275,17 +278,18 @@ def tokenizer_notes(config, tokenizer: Tokenizer, tokens) -> list[str]:
     return notes
 
 
-def prompt_tokens(config, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens with which the text at the end begins; none if the model can't read them.
+def prompt_tokens(config, tokenizer: Tokenizer, held_out) -> list[int]:
+    """Return the tokens with which the text at the end begins, or [] if none is asked for.
 
-    The prompt is four letters of text. A model of token ids, of shorter rows, or without these
-    letters starts from the held-out part instead.
+    They are four letters of text. A model of token ids, of shorter rows, or without these letters
+    starts from the held-out part instead.
     """
     if not config.run.sample_tokens:
         return []
-    with suppress(UsageError):
+    try:
         return encode_prompts(tokenizer, [("--prompt", PROMPT)], config.model)[0].ids
-    return []
+    except UsageError:
+        return np.asarray(held_out[:1]).tolist()
 
 
 def encode_prompts(tokenizer: Tokenizer, texts, model) -> list[Prompt]:
@@ -340,7 +344,7 @@ def config_facts(session, config: Config, tokenizer) -> dict[str, str]:
     """
     facts = {flag(name): str(value) for name, value in in_force(config).items()}
     if tokenizer is not None:
-        facts["tokenizer"] = tokenizer.digest
+        facts["tokenizer"] = files_digest(tokenizer.files)
     csv, weights = config.grid.schedule_csv, config.run.init_from
     for fact, given, paths in (
         ("schedule", csv, lambda: [Path(csv)]),

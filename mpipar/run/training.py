@@ -48,10 +48,10 @@ from mpipar.run.folder import (
     truncate_after,
     write_result,
 )
-from mpipar.run.inference.generate import Sampling, continue_one
+from mpipar.run.generation import Sampling, continue_one
 from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
-from mpipar.run.resolve import compare_inputs, prepare
+from mpipar.run.resolve import Inputs, compare_inputs
 from mpipar.run.trace.tracer import Tracer
 from mpipar.train.build import configured_schedule
 from mpipar.train.gradsync import StepVotes
@@ -95,7 +95,7 @@ class Run:
             *[(folder_problems, UsageError)] * (world.rank == 0 and start.folder is None),
         ]
         inputs = session.agree(
-            lambda: prepare(
+            lambda: Inputs(
                 parsed,
                 world.size,
                 session.host_rank,
@@ -455,9 +455,8 @@ class Run:
 
     def show_text(self) -> None:
         """Print text that continues the prompt. Comm: generation."""
-        run, tokenizer = self.config.run, self.inputs.tokenizer
+        run, prompt, tokenizer = self.config.run, self.inputs.prompt, self.inputs.tokenizer
         if run.sample_tokens:
-            prompt = self.inputs.prompt or [int(token) for token in self.inputs.held_out[:1]]
             stop = () if tokenizer.end is None else (tokenizer.end,)
             sampling = Sampling(run.sample_tokens, TEMPERATURE, run.seed, stop=stop)
             text = [*prompt, *continue_one(self.worker, prompt, sampling)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from time import perf_counter_ns
@@ -44,11 +44,10 @@ GetBatch = Callable[[int], Batch]  # the rows of a microbatch
 
 
 class HeldOut(Protocol):
-    """Held-out rows: forward passes of several microbatches at once, a sweep after another."""
+    """Held-out rows, in batches: microbatches, and how many of them count."""
 
     def rows_of_sweep(self) -> int: ...
-    def num_sweeps(self) -> int: ...
-    def filled_sweep(self, number: int) -> tuple[list[Batch], int]: ...
+    def sweep(self) -> Iterator[tuple[list[Batch], int]]: ...
 
 
 @dataclass(frozen=True)
@@ -293,8 +292,7 @@ class Worker:
         """
         total, count = 0.0, rows.rows_of_sweep() * self.config.model.seq_len
         with self.outer.in_place():
-            for number in range(rows.num_sweeps()):
-                batches, counted = rows.filled_sweep(number)
+            for batches, counted in rows.sweep():
                 losses = self.forward(range(len(batches)), batches.__getitem__)
                 if self.comms["tp"].index == 0:
                     total += sum(

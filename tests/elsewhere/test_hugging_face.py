@@ -13,7 +13,7 @@ from mpipar.layers.stash import Batch
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.formats import format_of
 from mpipar.run.checkpoint.weight_files import WeightFiles
-from mpipar.run.inference.generate import Sampling, Text, generate
+from mpipar.run.generation import Sampling, Text, generate
 from mpipar.train.optim import learning_rate
 
 torch = pytest.importorskip("torch", reason="peers: PyTorch is not installed")

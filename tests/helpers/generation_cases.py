@@ -3,8 +3,8 @@
 import numpy as np
 
 from mpipar.layers.stash import Batch
-from mpipar.run.inference import generate as generation
-from mpipar.run.inference.generate import Text, generate
+from mpipar.run import generation
+from mpipar.run.generation import Text, generate
 
 # Shapes of the small model; 6 heads of width 4, one family with shared heads of keys and values.
 FAMILIES = {

@@ -9,7 +9,7 @@ from helpers import REPOSITORY
 
 # From the ground up: a folder imports only from itself and from the folders named before it.
 FLOORS = """cache errors ops comm config layers models pipeline train run.files run.process run.data
-    run.checkpoint run.console run.trace run.inference run study.schedules study.explain
+    run.checkpoint run.console run.trace run study.schedules study.explain
     study.plan study.trace study interconnect study.examples commands cli __main__""".split()
 HOUSES = ("run", "study")  # their folders are floors of their own
 PACKAGE = REPOSITORY / "mpipar"

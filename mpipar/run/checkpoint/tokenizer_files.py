@@ -41,15 +41,13 @@ def read_tokenizer_files(source: Path | None, speaks=None) -> dict[str, bytes]:
 
 def _read(source: Path) -> dict[str, bytes]:
     """Return {name: content} of the files beside weights; make generation_config.json if needed."""
-    found = {}
-    for name in FILES:
-        if (source / name).exists():
-            with problems_as(DataError, str(source / name)):
-                found[name] = read_bytes(source / name, most_bytes=tokenizer.MOST_BYTES)
-    ids = token_ids(source / "config.json") if GENERATION not in found else {}
-    if any(value is not None for value in ids.values()):
-        found[GENERATION] = json_bytes(ids)
-    return found
+    found = tokenizer.read_files(source)
+    if (path := source / GENERATION).exists():
+        with problems_as(DataError, str(path)):
+            return found | {GENERATION: read_bytes(path)}
+    ids = token_ids(source / "config.json")
+    is_known = any(value is not None for value in ids.values())
+    return found | ({GENERATION: json_bytes(ids)} if is_known else {})
 
 
 def write_tokenizer_files(found: dict[str, bytes], folder: Path) -> None:

@@ -9,6 +9,7 @@ text across line ends, such as those of GPT-2 and Llama 3.
 import codecs
 import hashlib
 import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,10 @@ from pathlib import Path
 
 from mpipar.errors import DataError
 from mpipar.run.files.bounded import (
-    BYTE_ORDER_MARK,
     JSON_LINES,
     open_regular,
     parse_json,
     problems_as,
-    recognize,
     recognized,
 )
 
@@ -36,24 +35,21 @@ ARRAY = re.compile(rb'\s*\[\s*\{\s*"')
 BEGINS_WITH_TEXT = re.compile(rb'\{[ \t]*"text"[ \t]*:')
 
 
-def check_kind(path: Path) -> None:
-    """Raise ValueError that names a file which is not text, such as an archive."""
-    kind, is_page = recognize(path), path.suffix in (".html", ".htm")  # whose name says what it is
-    if kind not in (None, "empty", BYTE_ORDER_MARK, JSON_LINES) and not is_page:
-        raise ValueError(f"is {kind}")
-
-
 def is_json_lines(path: Path) -> bool:
-    """Return whether a file holds a JSON object on each line, by its name or its first lines."""
-    head = _head(path)
-    is_named = path.suffix.lower() in (".jsonl", ".ndjson") or BEGINS_WITH_TEXT.match(head)
-    return bool(is_named) or recognized(head, len(head)) == JSON_LINES
+    """Return whether a file of text holds a JSON object on each line, by its name or first lines.
 
-
-def _head(path: Path) -> bytes:
-    """Return the first bytes of a file without a byte order mark."""
+    ValueError names a file that is not text, such as an archive.
+    """
     with open_regular(path) as file:
-        return file.read(HEAD).removeprefix(codecs.BOM_UTF8)
+        head = file.read(HEAD).removeprefix(codecs.BOM_UTF8)
+    kind = recognized(head, os.path.getsize(path) or 1)  # an empty one is a text, too
+    if ARRAY.match(head):
+        kind = "a JSON array; write its objects one on each line, as JSON lines"
+    # A page is text if its name says what it is.
+    if kind not in (None, JSON_LINES) and path.suffix not in (".html", ".htm"):
+        raise ValueError(f"is {kind}")
+    is_named = path.suffix.lower() in (".jsonl", ".ndjson")
+    return is_named or kind == JSON_LINES or bool(BEGINS_WITH_TEXT.match(head))
 
 
 def read_documents(
@@ -65,27 +61,19 @@ def read_documents(
     that is not text, and for a line of JSON without a text.
     """
     with problems_as(DataError, str(path)), open_regular(path) as file:
-        check_kind(path)
-        if ARRAY.match(_head(path)):
-            raise ValueError("is a JSON array; write its objects one on each line, as JSON lines")
         if is_json_lines(path):
             found = _of_json(file, progress)
         else:
-            found = _split(text_pieces(_blocks(file, progress)), separator, seen)
+            pieces = text_pieces(iter(lambda: file.read(BLOCK), b""), progress)
+            found = _split(pieces, separator, seen)
         yield from (one for one in found if one[0])
 
 
-def _blocks(file, progress) -> Iterator[bytes]:
-    while block := file.read(BLOCK):
-        progress(len(block))
-        yield block
-
-
-def text_pieces(blocks: Iterable[bytes]) -> Iterator[str]:
+def text_pieces(blocks: Iterable[bytes], progress=lambda _: None) -> Iterator[str]:
     """Yield the text of bytes, piece by piece, without a byte order mark.
 
-    ValueError names the first byte that is not text. A zero byte is valid UTF-8, but no text has
-    one, and nearly every file of numbers does.
+    progress: see `read_documents`. ValueError names the first byte that is not text. A zero byte is
+    valid UTF-8, but no text has one, and nearly every file of numbers does.
     """
     decoder, begin = codecs.getincrementaldecoder("utf-8")(), 0
     for block in itertools.chain(blocks, [b""]):
@@ -99,14 +87,14 @@ def text_pieces(blocks: Iterable[bytes]) -> Iterator[str]:
         if zero >= 0:
             raise ValueError(f"is not text: byte {begin + zero:,} is zero")
         begin += len(block)
+        progress(len(block))
 
 
 def _of_json(file, progress) -> Iterator[tuple[str, bool]]:
     """Yield the text of each line of JSON that is not blank; each is a document."""
     for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b""), 1):
-        progress(len(line))
         with problems_as(ValueError, f"line {number:,}"):
-            text = "".join(text_pieces([line]))
+            text = "".join(text_pieces([line], progress))
             value = parse_json(text) if text.strip() else {KEY: ""}
             found = value.get(KEY) if isinstance(value, dict) else None
             if not isinstance(found, str):

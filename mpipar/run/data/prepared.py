@@ -25,7 +25,6 @@ from mpipar.run.data.documents import (
     is_held_out,
     read_documents,
 )
-from mpipar.run.data.token_file import Piece, TokenFiles
 from mpipar.run.data.tokenizer import (
     END,
     ENDS,
@@ -33,14 +32,14 @@ from mpipar.run.data.tokenizer import (
     SETTINGS,
     TOKENIZER,
     Tokenizer,
+    byte_level,
     byte_tokenizer,
     files_digest,
     library_of,
     load_tokenizer,
-    read_files,
     settings_file,
 )
-from mpipar.run.files.bounded import built, open_regular, parse_json, problems_as, read_bytes
+from mpipar.run.files.bounded import built, parse_json, problems_as, read_bytes
 from mpipar.run.files.replace import replace_file
 
 NAME, FORMAT = "dataset.json", 1
@@ -92,32 +91,6 @@ def read_dataset(folder: Path) -> tuple[Dataset, str]:
     return found, hashlib.sha256(content).hexdigest()
 
 
-def open_dataset(folder: Path, vocab_size: int, thorough: bool):
-    """Return (training tokens, held-out tokens, Dataset) of a prepared folder, sizes checked.
-
-    vocab_size: of the model. thorough: also read everything once, and compare all digests.
-    Raises DataError.
-    """
-    found, digest = read_dataset(folder)
-    if files_digest(read_files(folder)) != found.tokenizer:
-        raise DataError(
-            f"{folder}: the tokenizer is not the one that made the tokens; prepare the data again"
-        )
-    # The table of a model may lack tokens that were added to its tokenizer: each id is compared.
-    least, parts = min(found.vocab_size, vocab_size), []
-    dtype = np.dtype(found.dtype).newbyteorder("<")
-    for stated in found.files:
-        with problems_as(DataError, str(folder / stated.name)):
-            file = open_regular(folder / stated.name)
-            size, due = os.fstat(file.fileno()).st_size, stated.tokens * dtype.itemsize
-            if size != due:
-                raise ValueError(f"has {size:,} bytes, but {due:,} according to {NAME}")
-        parts.append(TokenFiles([Piece(file, 0, 0, stated.tokens, dtype)], least, digest))
-        if thorough:
-            parts[-1].check([stated.sha256])
-    return *parts, found
-
-
 class Texts:
     """Text files, and the separator of documents in them (None: each file is a document).
 
@@ -126,11 +99,10 @@ class Texts:
 
     def __init__(self, files: list[Path], separator: str | None, progress: Callable):
         self.files, self.separator, self.progress = files, separator, progress
-        self.seen: Counter = Counter()
 
     def documents(self, work: str) -> Iterator[tuple[str, bool]]:
         """Yield (text, whether a document ends with it). work: why they are read, in a word."""
-        self.seen.clear()
+        self.seen: Counter = Counter()
         total = sum(path.stat().st_size for path in self.files)
         with self.progress(work, total, "B") as line:
             for path in self.files:
@@ -169,7 +141,8 @@ def prepare(texts: Texts, name: str, folder: Path) -> Dataset:
             ' tokenizer_config.json beside tokenizer.json, as in {"eos_token":'
             ' "</s>"}, and give the folder'
         )
-    tokenizer.copy(folder)
+    for file, content in tokenizer.files.items():
+        replace_file(folder / file, [content])
     dtype = np.dtype("<u2" if tokenizer.size <= WIDE else "<u4")
     documents = _write(tokenizer, texts.documents("encoding"), folder, dtype)
     if not documents[1]:
@@ -178,7 +151,8 @@ def prepare(texts: Texts, name: str, folder: Path) -> Dataset:
         _described(folder / part, count, dtype)
         for part, count in zip(PARTS, documents, strict=True)
     )
-    dataset = Dataset(FORMAT, dtype.name, tokenizer.size, tokenizer.end, tokenizer.digest, files)
+    digest = files_digest(tokenizer.files)
+    dataset = Dataset(FORMAT, dtype.name, tokenizer.size, tokenizer.end, digest, files)
     text = json.dumps(asdict(dataset), indent=1) + "\n"
     replace_file(folder / NAME, [text.encode()])
     return dataset
@@ -192,16 +166,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None
     EnvironmentProblem without the library `tokenizers`, and OSError.
     """
     tokenizers = library_of("--tokenizer train")
-    level = tokenizers.pre_tokenizers.ByteLevel
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = level(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    made = byte_level(tokenizers)
     made.train_from_iterator(
         texts,
         tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size,
             special_tokens=[END],
-            initial_alphabet=level.alphabet(),
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
@@ -254,12 +225,10 @@ def _hold_out_last_tenth(folder: Path, dtype: np.dtype, documents: int, end: int
     if tokens < HELD_OUT:
         raise DataError(f"there is too little text: {tokens} tokens; give more")
     left = (tokens - tokens // HELD_OUT) * dtype.itemsize
-    count = 0
-    with open(train, "rb") as source, open(held_out, "wb") as target:
-        source.seek(left)
-        while block := source.read(BLOCK):
-            target.write(block)
-            count += int((np.frombuffer(block, dtype) == end).sum())
+    last = np.memmap(train, dtype, "r", left)  # not held in memory as a whole
+    held_out.write_bytes(last)
+    blocks = np.array_split(last, 1 + len(last) // BLOCK)
+    count = sum(int(np.count_nonzero(block == end)) for block in blocks)
     os.truncate(train, left)
     return [documents - count, count]
 

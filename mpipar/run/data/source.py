@@ -20,9 +20,9 @@ import numpy as np
 from mpipar.config.text import counted
 from mpipar.errors import DataError
 from mpipar.run.data.documents import is_json_lines, read_documents
-from mpipar.run.data.prepared import is_dataset, open_dataset
+from mpipar.run.data.prepared import NAME, is_dataset, read_dataset
 from mpipar.run.data.token_file import Piece, TokenFiles, check_ids, pieces_of
-from mpipar.run.data.tokenizer import BYTE_VOCABULARY
+from mpipar.run.data.tokenizer import BYTE_VOCABULARY, files_digest, read_files
 from mpipar.run.files.bounded import open_regular, problems_as, recognize
 
 LLMC_HEADER = 256 * 4  # bytes
@@ -64,41 +64,58 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
     if any(map(is_dataset, paths)):
         if len(paths) > 1:
             raise DataError(f"{' '.join(paths)}: a prepared folder is given alone")
-        train, held_out, found = open_dataset(Path(paths[0]), vocab_size, thorough)
-        count = sum(file.documents for file in found.files)
-        what = f"tokens ({found.dtype}) of {count:,} documents from {paths[0]}"
-        what = f"{len(train) + len(held_out):,} {what}"
-        return Source(train, held_out, what, found.tokenizer)
+        return _of_prepared(Path(paths[0]), vocab_size, thorough)
     files, problems = text_files(paths, only=".bin")
     if len({path.suffix == ".bin" for path in files}) > 1:
         problems.append("--data mixes token files (.bin) and text: give one kind")
     parts: tuple[list, list] = ([], [])
     for path in files:
+        is_held_out = path.suffix == ".bin" and "val" in re.split("[-_.]", path.stem)
         try:
-            parts[_is_held_out(path)].append(_read(path, vocab_size, thorough))
+            parts[is_held_out].append(_read(path, vocab_size, thorough))
         except DataError as error:
             problems += error.problems
     if problems:
         raise DataError(problems)
-    found, unit = [_joined(part, vocab_size) for part in parts], "bytes"
-    if files[0].suffix == ".bin":
-        unit = f"tokens ({', '.join(dict.fromkeys(one.dtype.name for one in pieces_of(found)))})"
+    found = [_joined(part, vocab_size) for part in parts]
+    kinds = dict.fromkeys(piece.dtype.name for piece in pieces_of(found))
+    unit = f"tokens ({', '.join(kinds)})" if kinds else "bytes"
     count = sum(len(tokens) for tokens in found if tokens is not None)
     return Source(*found, f"{count:,} {unit} from {counted(len(files), 'file')}")
 
 
-def _is_held_out(path: Path) -> bool:
-    """Return whether a token file has `val` among the words of its name."""
-    return path.suffix == ".bin" and "val" in re.split("[-_.]", path.stem)
-
-
 def _joined(parts: list, vocab_size: int):
     """Return the tokens of several files of one kind, one after the other; None for no files."""
-    if not parts:
-        return None
-    if isinstance(parts[0], np.ndarray):
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-    return TokenFiles(pieces_of(parts), vocab_size)
+    if parts and isinstance(parts[0], np.ndarray):
+        return np.concatenate(parts)
+    return TokenFiles(pieces_of(parts), vocab_size) if parts else None
+
+
+def _of_prepared(folder: Path, vocab_size: int, thorough: bool) -> Source:
+    """Return the tokens of a folder of `mpipar data prepare`; all digests are compared if thorough.
+
+    Raises DataError, also for files of other sizes and for another tokenizer.
+    """
+    found, digest = read_dataset(folder)
+    if files_digest(read_files(folder)) != found.tokenizer:
+        raise DataError(
+            f"{folder}: the tokenizer is not the one that made the tokens; prepare the data again"
+        )
+    # The table of a model may lack tokens that were added to its tokenizer: each id is compared.
+    least, parts = min(found.vocab_size, vocab_size), []
+    dtype = np.dtype(found.dtype).newbyteorder("<")
+    for stated in found.files:
+        with problems_as(DataError, str(folder / stated.name)):
+            file = open_regular(folder / stated.name)
+            size, due = os.fstat(file.fileno()).st_size, stated.tokens * dtype.itemsize
+            if size != due:
+                raise ValueError(f"has {size:,} bytes, but {due:,} according to {NAME}")
+        parts.append(TokenFiles([Piece(file, 0, 0, stated.tokens, dtype)], least, digest))
+        if thorough:
+            parts[-1].check([stated.sha256])
+    count = sum(file.documents for file in found.files)
+    what = f"tokens ({found.dtype}) of {count:,} documents from {folder}"
+    return Source(*parts, f"{sum(map(len, parts)):,} {what}", found.tokenizer)
 
 
 def _language_reference(vocab_size):
@@ -152,15 +169,15 @@ def _read(path: Path, vocab_size: int, thorough: bool):
             if thorough:
                 tokens.check()
             return tokens
-    if nbytes > MOST_TEXT:
-        raise DataError(
-            f"{path}: has {nbytes:,} bytes, but text is held in memory, at most {MOST_TEXT:,}; give"
-            " token files (.bin)"
-        )
-    after, texts = "\n" * is_json_lines(path), read_documents(path, None, Counter())
-    content = b"".join((text + after * ends).encode() for text, ends in texts)
-    if not content:
-        raise DataError(f"{path}: has no text")
+        if nbytes > MOST_TEXT:
+            raise ValueError(
+                f"has {nbytes:,} bytes, but text is held in memory, at most {MOST_TEXT:,}; give"
+                " token files (.bin)"
+            )
+        after, texts = "\n" * is_json_lines(path), read_documents(path, None, Counter())
+        content = b"".join((text + after * ends).encode() for text, ends in texts)
+        if not content:
+            raise ValueError("has no text")
     return _of_bytes(path, content, vocab_size)
 
 

@@ -39,7 +39,7 @@ class TokenFiles:
 
     def __init__(self, pieces: Sequence[Piece], vocab_size: int, digest: str = ""):
         self.pieces, self.vocab_size, self.digest = pieces, vocab_size, digest
-        self.dtype = np.result_type(*(piece.dtype for piece in pieces))
+        self.dtype = np.result_type("<u2", *(piece.dtype for piece in pieces))
 
     def __len__(self):
         return sum(piece.last - piece.first for piece in self.pieces)
@@ -53,20 +53,15 @@ class TokenFiles:
             if low < high:
                 found.append(piece._replace(first=piece.first + low, last=piece.first + high))
             begin += piece.last - piece.first
-        nothing = self.pieces[0]._replace(last=self.pieces[0].first)
-        return TokenFiles(found or [nothing], self.vocab_size, self.digest)
+        return TokenFiles(found, self.vocab_size, self.digest)
 
     def __array__(self, dtype=None, copy=None):
         """Return the tokens. Raises DataError if a file ends too early or an id is too large."""
-        found = []
+        found = [np.empty(0, self.dtype)]
         for piece in self.pieces:
             found.append(_read(piece))
-            check_ids(piece.file.name, int(found[-1].max(initial=0)), self.vocab_size)
-        tokens = found[0] if len(found) == 1 else np.concatenate(found)
-        return tokens if dtype is None else tokens.astype(dtype)
-
-    def __iter__(self):
-        return iter(np.asarray(self))
+            check_ids(piece.file.name, int(found[-1].max()), self.vocab_size)
+        return np.concatenate(found, dtype=dtype, casting="unsafe")
 
     def check(self, digests: Sequence[str] = ()) -> None:
         """Read everything once, block by block; raise DataError as any read does.

@@ -31,7 +31,6 @@ from mpipar.run.files.bounded import (
     read_bytes,
     recognized,
 )
-from mpipar.run.files.replace import replace_file
 
 TOKENIZER, SETTINGS, ADDED = "tokenizer.json", "tokenizer_config.json", "added_tokens.json"
 # The files of a tokenizer, as transformers looks for them; those that exist are copied.
@@ -60,8 +59,10 @@ BYTE_VOCABULARY = 512  # a model with more ids, including padding, is not one of
 class Tokenizer:
     """The byte tokenizer, with ids 0 to 255, and the base of the others.
 
-    size: ids in the vocabulary. end: the id that ends a document, or None. files: what `copy`
-    writes. what: a name for the user. takes: what a prompt may be, for the user.
+    size: ids in the vocabulary. end: the id that ends a document, or None. files: {name: content}
+    of its files. what: a name for the user. takes: what a prompt may be, for the user. least: the
+    least vocabulary of a model with it, whose table may lack rows of bytes that no text has, and of
+    added tokens, such as one for padding; only a text that has such an id is refused.
     """
 
     takes = "a model of bytes takes text"
@@ -70,10 +71,16 @@ class Tokenizer:
     end: int | None = None
     files: dict[str, bytes] = field(default_factory=dict, repr=False)
     what: str = "bytes"
+    least: int = 1
+
+    @property
+    def is_bytes(self) -> bool:
+        """Whether each id is a byte, except for an end of text."""
+        return self.what == "bytes"
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text; what looks like a special token in it is ordinary text."""
-        return list(text.encode("utf-8", "surrogateescape"))  # the bytes that were typed
+        return self.encode_all([text])[0].tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return a prompt's ids as transformers does: with special tokens, also at the start."""
@@ -81,7 +88,8 @@ class Tokenizer:
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of many texts, using all threads."""
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        typed = (text.encode("utf-8", "surrogateescape") for text in texts)  # the same bytes
+        return [np.frombuffer(one, np.uint8) for one in typed]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids, with special tokens; invalid UTF-8 becomes replacement marks."""
@@ -89,30 +97,6 @@ class Tokenizer:
         return b"".join(
             bytes([one]) if one < BYTES else special.get(one, b"") for one in map(int, ids)
         ).decode(errors="replace")
-
-    def copy(self, folder: Path) -> None:
-        """Write the tokenizer's files into an existing folder. Raises OSError."""
-        for name, content in self.files.items():
-            replace_file(Path(folder) / name, [content])
-
-    @property
-    def least_vocabulary(self) -> int:
-        """The least vocabulary of a model with this tokenizer.
-
-        A table may lack rows of bytes that no text has, and of added tokens, such as one for
-        padding; only a text that has such an id is refused.
-        """
-        return 1
-
-    @property
-    def is_bytes(self) -> bool:
-        """Whether each id is a byte, except for an end of text."""
-        return self.what == "bytes"
-
-    @property
-    def digest(self) -> str:
-        """The `files_digest` of the tokenizer's files."""
-        return files_digest(self.files)
 
 
 class Ids(Tokenizer):
@@ -138,13 +122,6 @@ class HuggingFace(Tokenizer):
 
     takes = "give text"
     library: object = field(default=None, repr=False)
-
-    @property
-    def least_vocabulary(self) -> int:
-        return 1 + max(self.library.get_vocab(with_added_tokens=False).values(), default=0)
-
-    def encode(self, text: str) -> list[int]:
-        return self.encode_all([text])[0].tolist()
 
     def encode_prompt(self, text: str) -> list[int]:
         self.library.encode_special_tokens = False
@@ -183,27 +160,31 @@ def byte_tokenizer(end: bool = False) -> Tokenizer:
     return Tokenizer(BYTES + end, BYTES if end else None, files)
 
 
-def default_tokenizer(vocab_size: int) -> Tokenizer:
-    """Return what a model without tokenizer files uses: bytes if it has 256 ids, else plain ids."""
-    return byte_tokenizer() if vocab_size == BYTES else Ids(vocab_size, what="ids")
-
-
 def load_tokenizer(path) -> Tokenizer:
     """Return the tokenizer of a folder with Hugging Face's files, or of a single tokenizer.json.
 
     Raises DataError for unusable files, and EnvironmentProblem without the library.
     """
-    path = Path(path)
     files = read_files(path)
+    if not can_be_read(files):
+        cure = "; tokenizer.model alone cannot be read: let transformers save it as"
+        raise DataError(
+            f"{path}: no tokenizer here (looked for {TOKENIZER}, and for vocab.json"
+            f" with merges.txt){f'{cure} {TOKENIZER}' * ('tokenizer.model' in files)}"
+        )
     for of_bytes in (byte_tokenizer(), byte_tokenizer(end=True)):
         if files.get(TOKENIZER) == of_bytes.files[TOKENIZER]:
             return of_bytes
     with asked(str(path)):
         library = _library(path, files)
-        size = max(library.get_vocab().values(), default=-1) + 1
+        size, own = (
+            max(library.get_vocab(with_added_tokens=added).values(), default=-1) + 1
+            for added in (True, False)
+        )
         if not 1 < size <= MOST_IDS:
             raise ValueError(f"it has {size:,} ids; 2 to {MOST_IDS:,} are supported")
-        return HuggingFace(size, _end(files, library), files, f"tokenizer of {path}", library)
+        end = _end(files, library)
+    return HuggingFace(size, end, files, f"tokenizer of {path}", own, library)
 
 
 def files_digest(files: dict[str, bytes]) -> str:
@@ -214,55 +195,47 @@ def files_digest(files: dict[str, bytes]) -> str:
     return found.hexdigest()
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has tokenizer files that can be read."""
-    return os.path.exists(folder / TOKENIZER) or all(
-        os.path.exists(folder / name) for name in ("vocab.json", "merges.txt")
-    )
+def can_be_read(files: dict[str, bytes]) -> bool:
+    """Return whether these are the files of a tokenizer that is known here."""
+    return TOKENIZER in files or {"vocab.json", "merges.txt"} <= files.keys()
 
 
 def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) -> Tokenizer:
-    """Return the tokenizer of the model in a folder, or the default for so many ids.
+    """Return the tokenizer of the model in a folder; without files, bytes for 256 ids, else ids.
 
     is_text: whether the model is trained on text without a tokenizer, and so on bytes.
     Raises as `load_tokenizer` does, and DataError if it has more ids than the model.
     """
-    if folder is None or not any(os.path.exists(Path(folder) / name) for name in FILES):
-        return byte_tokenizer() if is_text else default_tokenizer(vocab_size)
-    if not is_text and not has_tokenizer(Path(folder)):
-        return Ids(vocab_size, what="ids")  # of a tokenizer that is not known here
+    files = read_files(folder) if folder else {}
+    if not files and (is_text or vocab_size == BYTES):
+        return byte_tokenizer()
+    if not is_text and not can_be_read(files):
+        return Ids(vocab_size, what="ids")
     found = load_tokenizer(folder)
     if is_text and not found.is_bytes:
         raise DataError(
             f"--data: text is trained as bytes, but these weights have a tokenizer of their own;"
             f" type mpipar data prepare TEXT... --tokenizer {folder} --out DATA, and --data DATA"
         )
-    if found.least_vocabulary > vocab_size:
+    if found.least > vocab_size:
         raise DataError(
-            f"{folder}: its tokenizer has {found.least_vocabulary:,} ids, more than the model's"
+            f"{folder}: its tokenizer has {found.least:,} ids, more than the model's"
             f" vocabulary of {vocab_size:,}; give the tokenizer of this model"
         )
     return found
 
 
-def read_files(path: Path) -> dict[str, bytes]:
-    """Return the content of each tokenizer file by its name; DataError if there is none."""
-    files = {TOKENIZER: path}
-    if os.path.isdir(path):
-        files = {name: path / name for name in FILES if os.path.exists(path / name)}
-        if not has_tokenizer(path):
-            cure = "; tokenizer.model alone cannot be read: let transformers save it as"
-            raise DataError(
-                f"{path}: no tokenizer here (looked for {TOKENIZER}, and for vocab.json"
-                f" with merges.txt){f'{cure} {TOKENIZER}' * ('tokenizer.model' in files)}"
-            )
-    found = {}
+def read_files(path) -> dict[str, bytes]:
+    """Return the content of each tokenizer file in a folder, or of one file, by its name."""
+    path, found = Path(path), {}
+    files = {TOKENIZER: path} if os.path.isfile(path) else {name: path / name for name in FILES}
     for name, file in files.items():
-        with problems_as(DataError, str(file)):
-            found[name] = read_bytes(file, most_bytes=MOST_BYTES)
-            kind = recognized(found[name][:HEAD], len(found[name]))
-            if name.endswith((".json", ".txt")) and kind not in (None, BYTE_ORDER_MARK):
-                raise ValueError(f"is {kind}")
+        if os.path.exists(file):
+            with problems_as(DataError, str(file)):
+                found[name] = read_bytes(file, most_bytes=MOST_BYTES)
+                kind = recognized(found[name][:HEAD], len(found[name]))
+                if name.endswith((".json", ".txt")) and kind not in (None, BYTE_ORDER_MARK):
+                    raise ValueError(f"is {kind}")
     return found
 
 
@@ -305,32 +278,33 @@ def _of_gpt2(tokenizers, files: dict[str, bytes]):
     vocabulary = _json(files, "vocab.json")
     lines = _text(files["merges.txt"]).replace("\r\n", "\n").split("\n")
     merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
-    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers.decoders.ByteLevel()
+    library = byte_level(tokenizers, vocabulary, merges)
     if END in vocabulary:
         library.add_special_tokens([END])
+    return library
+
+
+def byte_level(tokenizers, *model):
+    """Return the library's object with GPT-2's word splitting. model: vocabulary and merges."""
+    library = tokenizers.Tokenizer(tokenizers.models.BPE(*model))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
     return library
 
 
 def _add_named(tokenizers, library, files: dict[str, bytes]) -> None:
     """Add the tokens that only added_tokens.json or tokenizer_config.json names, with their ids.
 
-    Raises ValueError if such a file gives a token another id than the tokenizer does.
+    Raises what the library does if an entry names no token, and ValueError if such a file gives a
+    token another id than the tokenizer does.
     """
     added = _json(files, ADDED).items()
-    named = {str(place): {"content": token, "special": True} for token, place in added}
+    named = {int(place): {"content": token, "special": True} for token, place in added}
     more = _json(files, SETTINGS).get("added_tokens_decoder") or {}
-    named |= built(dict, more, "added_tokens_decoder")
-    known = {
-        int(place): token
-        for place, token in named.items()
-        if place.isdecimal() and isinstance(token, dict) and type(token.get("content")) is str
-    }
-    for place, token in sorted(known.items()):
+    named |= built(dict[int, dict], more, "added_tokens_decoder")
+    for place, token in sorted(named.items()):
         if library.token_to_id(token["content"]) is None:
-            options = {name: value for name, value in token.items() if type(value) is bool}
-            library.add_tokens([tokenizers.AddedToken(token["content"], **options)])
+            library.add_tokens([tokenizers.AddedToken(**token)])
         if (found := library.token_to_id(token["content"])) != place:
             raise ValueError(
                 f"its files give the token {brief(token['content'])} the id {place:,}, and it gives"
@@ -369,8 +343,15 @@ def _byte_file(end: bool) -> bytes:
         "trim_offsets": True,
         "use_regex": False,
     }
-    options = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    special = {"id": BYTES, "content": END} | options | {"special": True}
+    special = {
+        "id": BYTES,
+        "content": END,
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     found = {
         "version": "1.0",
         "added_tokens": [special] if end else [],

@@ -16,7 +16,7 @@ from small_model import (
 
 from mpipar.comm.record import Recorder
 from mpipar.config.model import ModelConfig
-from mpipar.run.inference.generate import Sampling, Text, generate
+from mpipar.run.generation import Sampling, Text, generate
 
 HERE = LAYOUTS[WORLD.size]
 GREEDY = Sampling(8)

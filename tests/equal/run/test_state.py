@@ -24,7 +24,7 @@ from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.save import Saver
-from mpipar.run.inference.generate import Sampling, Text, continue_one, generate
+from mpipar.run.generation import Sampling, Text, continue_one, generate
 from mpipar.run.resolve import digests_on_host
 from mpipar.train.gradsync import StepVotes
 

@@ -27,8 +27,8 @@ from mpipar.comm.objects import all_gather_objects
 from mpipar.config.run import PROMPT
 from mpipar.config.text import printable
 from mpipar.errors import UserError
+from mpipar.run import generation
 from mpipar.run.files.settings import ParsedConfig, over, to_toml, values_of
-from mpipar.run.inference import generate
 from mpipar.run.process.session import AgreedError, Session
 from mpipar.run.resolve import resolve
 from mpipar.run.resume import FIXED, resumed
@@ -65,14 +65,14 @@ FLOOR = 1e-3
 @contextlib.contextmanager
 def watched(seen: list):
     """Add the logits (count,) to `seen` whenever a text's next token is chosen, sorted by size."""
-    plain = generate.best
+    plain = generation.best
 
     def best(*arguments):
         found = plain(*arguments)
         seen.append(found[0, :, 0])
         return found
 
-    with mock.patch.object(generate, "best", best):
+    with mock.patch.object(generation, "best", best):
         yield
 
 

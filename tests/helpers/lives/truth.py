@@ -24,8 +24,8 @@ from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.data import rows
 from mpipar.run.files.settings import ParsedConfig, over
-from mpipar.run.inference.generate import Sampling, best, draw
-from mpipar.run.resolve import prepare
+from mpipar.run.generation import Sampling, best, draw
+from mpipar.run.resolve import Inputs
 from mpipar.run.verify import full_tensors, serial_config
 from mpipar.train.worker import Worker
 from tests.helpers.lives.choices import LATER, STEPS, Case, settings_of
@@ -102,7 +102,7 @@ def write_data(folder: Path) -> None:
 
 def truth_of(case: Case, folder: Path) -> Truth:
     """Train one rank, and write the initial weights that the case starts from, if it has any."""
-    inputs = prepare(plain_reading(case, folder), 1, 0)
+    inputs = Inputs(plain_reading(case, folder), 1, 0)
     config = serial_config(inputs.config)
     count, train = case["islands"] or 1, config.train
     own = replace(config, train=replace(train, batch_size=train.batch_size // count))
@@ -207,7 +207,7 @@ def continued(worker, inputs) -> tuple[list[int], list]:
     sampling = Sampling(
         run.sample_tokens, TEMPERATURE, run.seed, stop=() if end is None else (end,)
     )
-    prompt = list(inputs.prompt) or [int(token) for token in inputs.held_out[:1]]
+    prompt = list(inputs.prompt)
     text, kept = list(prompt), []
     for _ in range(min(sampling.num_tokens, size + 1 - len(prompt))):
         batch = Batch(np.array([text]), None, np.arange(len(text)))

@@ -10,7 +10,7 @@ from one_rank import SESSION
 from bench import claims, generate, matmul, results
 from bench.__main__ import main
 from mpipar.errors import EXIT_OUTPUT, EXIT_USAGE, OutputError, UsageError
-from mpipar.run.inference import generate as generation
+from mpipar.run import generation
 
 LIMIT = 100  # seconds
 TEXTS = "--presets tiny --prompt-tokens 6 --new-tokens 4 --repeats 1 --batch-sizes 2"

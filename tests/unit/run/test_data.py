@@ -19,7 +19,7 @@ from mpipar.comm.grid import Grid
 from mpipar.config.resolve import resolve
 from mpipar.errors import DataError
 from mpipar.ops import make
-from mpipar.run.data.rows import PSEUDO_COUNTS, Rows, bigram_loss, load, split
+from mpipar.run.data.rows import PSEUDO_COUNT, Rows, bigram_loss, load, split
 from mpipar.run.data.source import load_source
 
 OPS = make("cpu", "float64")
@@ -94,26 +94,17 @@ def test_every_layout_trains_on_the_same_rows(dp, num_microbatches, step, rng):
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_every_layout_is_judged_on_the_same_rows(dp, num_microbatches):
     tokens = np.arange(200, dtype=np.uint8)
-    alone = rows_of(tokens)
-    for number in range(alone.num_sweeps()):
-        replicas = [
-            rows_of(tokens, dp, num_microbatches, dp_rank).sweep(number) for dp_rank in range(dp)
-        ]
+    replicas = [rows_of(tokens, dp, num_microbatches, dp_rank).sweep() for dp_rank in range(dp)]
+    for ((one,), _), *filled in zip(rows_of(tokens).sweep(), *replicas, strict=True):
         parts = [
-            batch
+            batches[mb]
             for mb in range(num_microbatches)
-            for batches in replicas
-            for batch in batches[mb : mb + 1]
+            for batches, counted in filled
+            if mb < counted
         ]
-        (one,) = alone.sweep(number)
         np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), one.tokens)
         np.testing.assert_array_equal(np.concatenate([part.targets for part in parts]), one.targets)
-        filled = [
-            rows_of(tokens, dp, num_microbatches, dp_rank).filled_sweep(number)
-            for dp_rank in range(dp)
-        ]
         assert len({len(batches) for batches, _ in filled}) == 1, "replicas run the same passes"
-        assert [counted for _, counted in filled] == list(map(len, replicas))
 
 
 def test_a_batch_is_a_piece_of_the_text_and_its_successors():
@@ -154,9 +145,7 @@ def test_rows_begin_anywhere():
 def test_a_sweep_covers_the_text_without_overlap(length):
     tokens = np.arange(length, dtype=np.uint16)
     rows = rows_of(tokens)
-    seen = np.concatenate(
-        [batch.tokens.ravel() for i in range(rows.num_sweeps()) for batch in rows.sweep(i)]
-    )
+    seen = np.concatenate([batch.tokens.ravel() for (batch,), _ in rows.sweep()])
     np.testing.assert_array_equal(seen, np.arange(len(seen)))
     left = length - 1 - len(seen)
     assert 0 <= left < SEQ_LEN, "less than a row is left out"
@@ -179,14 +168,11 @@ def test_bigram_loss_is_what_it_says(rng):
     held_out = rng.integers(0, 7, 25).astype(np.uint8)
     pairs, before = Counter(itertools.pairwise(train.tolist())), Counter(train[:-1].tolist())
     prior = (np.bincount(train[1:], minlength=7) + 1) / (len(train) - 1 + 7)
-
-    def loss(pseudo):
-        return -np.mean([
-            math.log((pairs[a, b] + 7 * pseudo * prior[b]) / (before[a] + 7 * pseudo))
-            for a, b in itertools.pairwise(held_out.tolist())
-        ])  # fmt: skip
-
-    expected = min(map(loss, PSEUDO_COUNTS))
+    more = 7 * PSEUDO_COUNT
+    expected = -np.mean([
+        math.log((pairs[a, b] + more * prior[b]) / (before[a] + more))
+        for a, b in itertools.pairwise(held_out.tolist())
+    ])  # fmt: skip
     assert bigram_loss(train, held_out, 7) == pytest.approx(expected, rel=1e-12)
 
 
@@ -231,7 +217,7 @@ def test_token_files(head, dtype, vocab_size, tmp_path, rng):
 def test_the_highest_id_is_the_vocabulary_s_last(tmp_path):
     path = tmp_path / "tokens.bin"
     path.write_bytes(np.array([3, 299, 7], "<u2").tobytes())
-    assert max(load_source((str(path),), 300).tokens) == 299
+    assert np.max(load_source((str(path),), 300).tokens) == 299
     with pytest.raises(DataError, match=r"token 299 is outside .* 299; type --vocab-size 300"):
         load_source((str(path),), 299)
 
@@ -307,17 +293,12 @@ def test_ids_are_read_with_the_type_that_the_vocabulary_needs(vocab_size, kind, 
             load_source((str(path),), vocab_size)
 
 
-def test_what_no_vocabulary_shows(tmp_path, rng):
-    """GPT-2's ids with their bytes swapped, and llm.c's headers of another version or kind."""
+def test_big_endian_ids_are_refused(tmp_path, rng):
+    """Where every id of 16 bits is in the vocabulary, their bytes show it."""
     path, ids = tmp_path / "tokens.bin", rng.integers(0, 50_257, 10_000)
-    for content, message in (
-        (ids.astype(">u2").tobytes(), "big-endian"),
-        (header(4, magic=20240522) + b"\0" * 8, "llm.c's format 20240522, version 1"),
-        (header(4, version=2) + b"\0" * 8, "llm.c's format 20240520, version 2"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(DataError, match=message):
-            load_source((str(path),), 65_536)
+    path.write_bytes(ids.astype(">u2").tobytes())
+    with pytest.raises(DataError, match="big-endian"):
+        load_source((str(path),), 65_536)
     path.write_bytes(ids.astype("<u2").tobytes())
     assert len(load_source((str(path),), 65_536).tokens) == len(ids)
 
@@ -380,12 +361,6 @@ def test_built_in_text(monkeypatch):
         load_source((), 256)
 
 
-def test_bytes_are_refused_for_a_vocabulary_of_tokens(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="50,257 is not one of bytes; give token files"):
-        load_source((str(tmp_path / "a.txt"),), 50257)
-
-
 @pytest.mark.parametrize(("change", "message"), [
     (lambda path: os.truncate(path, 10), "it was truncated while"),
     (lambda path: path.write_bytes(np.full(600, 50, "<u2").tobytes()),
@@ -395,7 +370,7 @@ def test_a_token_file_that_changes_while_it_is_read(change, message, tmp_path):
     path = tmp_path / "tokens.bin"
     path.write_bytes(np.arange(600, dtype="<u2").__mod__(50).tobytes())
     train, held_out = split(load_source((str(path),), 50).tokens, SEQ_LEN)
-    assert bigram_loss(train, held_out, 50) < 0.1  # a cycle
+    assert bigram_loss(train, held_out, 50) < 0.5  # a cycle
     rows = rows_of(train)
     assert rows.train(1, 0).shape == (BATCH_SIZE, SEQ_LEN)
     change(path)
@@ -414,4 +389,4 @@ def test_data_of_more_than_4_gib(tmp_path):
     source = load_source((str(path),), 256, thorough=False)
     assert f"{count:,} tokens (uint16)" in source.what
     assert len(source.tokens) == count
-    assert list(source.tokens[count - 2 : count]) == [0, 7]
+    assert np.asarray(source.tokens[count - 2 : count]).tolist() == [0, 7]

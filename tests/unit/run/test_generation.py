@@ -38,22 +38,24 @@ from mpipar.layers.recompute import ActivationRecompute
 from mpipar.layers.stash import Stash
 from mpipar.ops import make
 from mpipar.ops.mixed_ops import DTYPES
-from mpipar.run import generation as generation_command
-from mpipar.run import resolve
+from mpipar.run import generation
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.data.tokenizer import default_tokenizer, load_tokenizer, tokenizer_of
-from mpipar.run.generation import Prompt, answer, read_prompts, show
-from mpipar.run.inference import generate as generation
-from mpipar.run.inference.generate import (
+from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
+from mpipar.run.data.tokenizer import load_tokenizer, tokenizer_of
+from mpipar.run.generation import (
     FULL,
     LENGTH,
     STOP,
     Sampling,
     Text,
+    answer,
     continue_one,
     draw,
     generate,
+    read_prompts,
+    show,
 )
+from mpipar.run.resolve import Inputs, Prompt
 from mpipar.train.worker import Worker
 
 GREEDY = Sampling(8)
@@ -138,8 +140,8 @@ def later_positions(self, plain=generation.Group.batch):
     return made
 
 
-def exchanged_caches(worker, texts, sampling, plain=generation.deal):
-    groups = plain(worker, texts, sampling)
+def exchanged_caches(worker, texts, plain=generation.deal):
+    groups = plain(worker, texts)
     first, second = (group.caches for group in groups.values())
     second.update(zip(second, first.values(), strict=True))
     return groups
@@ -291,8 +293,8 @@ TOO_LONG = "mpipar: the text ends here because the model reads at most 7 tokens\
 @example([0xF0, 0x9F, 65, 0xE2, 0x82, 0xAC])
 def test_text_shown_piece_by_piece_is_the_whole_text(tokens):
     """A character of several bytes is shown when its last byte has come, and never taken back."""
-    pieces = list(show(tokens[:1], iter(tokens[1:]), default_tokenizer(256)))
-    assert "".join(pieces) == default_tokenizer(256).decode(tokens)
+    pieces = list(show(tokens[:1], iter(tokens[1:]), tokenizer_of(None, 256)))
+    assert "".join(pieces) == tokenizer_of(None, 256).decode(tokens)
 
 
 @pytest.mark.text
@@ -313,7 +315,7 @@ def fallback(tmp_path_factory):
 
 
 def test_an_answer_completes_the_character_that_its_prompt_began():
-    tokenizer = default_tokenizer(256)
+    tokenizer = tokenizer_of(None, 256)
     ids = list("a\u20ac".encode())
     text = Text(0, [*ids, 98], end="length")
     assert answer(tokenizer, Prompt("?", ids[:2]), text)["text"] == "\u20acb"
@@ -360,7 +362,7 @@ def generated(models, name, *words):
 
 
 def expected_text(models, name, prompt, count):
-    tokenizer = default_tokenizer({"bytes": 256, "ids": 601}[name])
+    tokenizer = tokenizer_of(None, {"bytes": 256, "ids": 601}[name])
     tokens = tokenizer.encode(prompt)
     count = min(count, OF_GPT2["T"] + 1 - len(tokens))
     found = gpt2_reference.greedy(models[1][name], HEADS, tokens, count, OF_GPT2["T"])
@@ -447,16 +449,16 @@ def test_weights_that_are_not_finite_are_refused(value, dtype, models, tmp_path)
 # --- training on tokens ends in tokens
 
 
-@pytest.mark.parametrize(("config", "generation", "expected"), [
+@pytest.mark.parametrize(("config", "beside", "expected"), [
     ({"eos_token_id": 41}, None, (41,)), ({"eos_token_id": [41, 7]}, None, (41, 7)),
     ({"eos_token_id": 41}, {"eos_token_id": [5]}, (5,)), ({"eos_token_id": 41}, {}, (41,)),
     ({"eos_token_id": None}, None, ()), ({"eos_token_id": 601}, None, ()), ({}, None, ()),
 ])  # fmt: skip
-def test_texts_end_as_the_files_beside_the_weights_say(config, generation, expected, tmp_path):
+def test_texts_end_as_the_files_beside_the_weights_say(config, beside, expected, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert generation_command.ends_of(tmp_path, default_tokenizer(601), 601) == expected
+    if beside is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(beside))
+    assert generation.ends_of(tmp_path, tokenizer_of(None, 601), 601) == expected
 
 
 @pytest.mark.text
@@ -490,23 +492,24 @@ def test_a_small_model_without_a_tokenizer_takes_ids(vocab_size, tmp_path):
     checkpoint.save(fresh(vocab_size=vocab_size, layers=1, seq_len=8, dtype="float32"), weights)
     (np.arange(900, dtype="<u2") % 97).tofile(tmp_path / "tokens.bin")
     words = ["--init-from", str(weights), "--data", str(tmp_path / "tokens.bin")]
-    found = resolve.prepare(reading_of(*words), 1, 0)
-    assert (found.prompt, found.tokenizer.what, found.tokenizer.files) == ([], "ids", {})
+    found = Inputs(reading_of(*words), 1, 0)
+    assert (found.tokenizer.what, found.tokenizer.files) == ("ids", {})
+    assert found.prompt == [int(np.asarray(found.held_out)[0])]
     args = Arguments(str(weights), prompt="5 9")
-    request = generation_command.prepare(reading_of(), args, 1, 0)
+    request = generation.Request(reading_of(), args, 1, 0)
     assert (request.prompts[0].ids, request.notes) == ([5, 9], [])
     with pytest.raises(UsageError, match="takes ids, as in --prompt '464 318'"):
-        generation_command.prepare(reading_of(), replace(args, prompt=None), 1, 0)
+        generation.Request(reading_of(), replace(args, prompt=None), 1, 0)
 
 
 def test_text_with_another_vocabulary_than_256_is_bytes(tmp_path):
     (tmp_path / "a.txt").write_text("a text of ASCII letters. " * 100)
     for size in (128, 300):
-        found = resolve.prepare(
+        found = Inputs(
             reading_of("--data", str(tmp_path / "a.txt"), "--vocab-size", str(size)), 1, 0
         )
         assert found.prompt == list(b"The ")
-        found.tokenizer.copy(tmp_path)
+        write_tokenizer_files(found.tokenizer.files, tmp_path)
         assert tokenizer_of(tmp_path, size).encode("b") == [98]
 
 

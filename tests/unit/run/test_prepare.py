@@ -428,14 +428,6 @@ def problems(folder, vocab_size=257, thorough=True):
     return "\n".join(caught.value.problems)
 
 
-def test_what_is_read_back(folder):
-    source, (found, digest) = load_source((str(folder),), 300), read_dataset(folder)
-    tokens = [file.tokens for file in found.files]
-    assert source.what == f"{sum(tokens):,} tokens (uint16) of 40 documents from {folder}"
-    assert source.tokens.digest == source.held_out.digest == digest
-    assert [len(source.tokens), len(source.held_out)] == tokens
-
-
 def test_files_that_are_not_what_was_written(folder):
     path = folder / "val.bin"
     content = path.read_bytes()
@@ -454,7 +446,7 @@ def test_another_tokenizer_and_a_small_model(folder):
     (folder / "tokenizer.json").write_text("{}")
     assert "the tokenizer is not the one that made the tokens" in problems(folder)
     (folder / "tokenizer.json").unlink()
-    assert "no tokenizer here" in problems(folder)
+    assert "the tokenizer is not the one" in problems(folder)
     with pytest.raises(DataError, match="a prepared folder is given alone"):
         load_source(("other", str(folder)), 257)
 
@@ -517,7 +509,7 @@ def test_train_go_on_and_generate_with_the_tokenizer_of_the_data(here):
     said = result.stdout.split("text generated from 'The ':\n")[1].split("\n\n")[0]
     said = "\n".join(line.removeprefix("| ") for line in said.splitlines())
     kept = load_tokenizer("run/weights")
-    assert kept.digest == load_tokenizer("model").digest
+    assert kept.files == load_tokenizer("model").files
     beside = json.loads(Path("run/weights/generation_config.json").read_text())
     assert beside["eos_token_id"] == kept.end == 0
     assert {path.name for path in Path("run/weights").iterdir()} & {*FILES} == {"tokenizer.json"}
