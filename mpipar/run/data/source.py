@@ -113,9 +113,8 @@ def _of_prepared(folder: Path, vocab_size: int, thorough: bool) -> Source:
         parts.append(TokenFiles([Piece(file, 0, 0, stated.tokens, dtype)], least, digest))
         if thorough:
             parts[-1].check([stated.sha256])
-    count = sum(file.documents for file in found.files)
-    what = f"tokens ({found.dtype}) of {count:,} documents from {folder}"
-    return Source(*parts, f"{sum(map(len, parts)):,} {what}", found.tokenizer)
+    what = f"{sum(map(len, parts)):,} tokens ({found.dtype}) from {folder}"
+    return Source(*parts, what, found.tokenizer)
 
 
 def _language_reference(vocab_size):

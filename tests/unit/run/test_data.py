@@ -26,7 +26,8 @@ OPS = make("cpu", "float64")
 BATCH_SIZE, SEQ_LEN = 24, 3
 
 
-def rows_of(tokens, dp=1, num_microbatches=1, dp_rank=0, seed=3):
+def rows_of(tokens, dp=1, num_microbatches=1, rank=0, seed=3, islands=None):
+    """Rows of one replica; dp: the replicas of all islands."""
     config = changed(
         dp=dp,
         pp=1,
@@ -35,22 +36,10 @@ def rows_of(tokens, dp=1, num_microbatches=1, dp_rank=0, seed=3):
         seed=seed,
         batch_size=BATCH_SIZE,
         seq_len=SEQ_LEN,
+        islands=islands,
     )
-    return Rows(OPS, tokens, resolve(config, dp)[0], Grid(dp_rank, {"dp": dp}))
-
-
-def island_rows(tokens, inside, num_microbatches, number):
-    """The tokens of the second step of an island, of two, with so many replicas."""
-    config = changed(
-        dp=2 * inside, pp=1, tp=1, islands=2, num_microbatches=num_microbatches, seed=3,
-        batch_size=BATCH_SIZE, seq_len=SEQ_LEN,
-    )  # fmt: skip
-    config = resolve(config, 2 * inside)[0]
-    places = (Grid(number * inside + place, {"island": 2, "dp": inside}) for place in range(inside))
-    read = [Rows(OPS, tokens, config, place) for place in places]
-    return np.concatenate(
-        [rows.train(2, mb).tokens for mb in range(num_microbatches) for rows in read]
-    )
+    sizes = {"island": islands or 1, "dp": dp // (islands or 1)}
+    return Rows(OPS, tokens, resolve(config, dp)[0], Grid(rank, sizes))
 
 
 def whole_batch(tokens, dp, num_microbatches, batch_of):
@@ -69,11 +58,16 @@ def whole_batch(tokens, dp, num_microbatches, batch_of):
 @pytest.mark.parametrize("inside", [1, 3])
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
 def test_an_island_reads_the_same_part_of_the_batch_on_every_layout(inside, num_microbatches, rng):
+    """The second step of two islands."""
     tokens = rng.integers(0, 256, 500).astype(np.uint8)
-    batch = rows_of(tokens).train(2, 0).tokens
-    for number, part in enumerate(np.split(batch, 2)):
-        found = island_rows(tokens, inside, num_microbatches, number)
-        np.testing.assert_array_equal(found, part)
+    for number, part in enumerate(np.split(rows_of(tokens).train(2, 0).tokens, 2)):
+        ranks = range(number * inside, (number + 1) * inside)
+        found = [
+            rows_of(tokens, 2 * inside, num_microbatches, rank, islands=2).train(2, mb).tokens
+            for mb in range(num_microbatches)
+            for rank in ranks
+        ]
+        np.testing.assert_array_equal(np.concatenate(found), part)
 
 
 @pytest.mark.parametrize("dp", [1, 2, 3])
