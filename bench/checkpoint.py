@@ -32,9 +32,8 @@ from mpipar.config.sections import build
 from mpipar.config.setting import read_bytes
 from mpipar.ops import make
 from mpipar.run.checkpoint.boxes import BLOCK_BYTES
-from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
-from mpipar.run.checkpoint.save import Saver
+from mpipar.run.checkpoint.state import Saver, load_state
 
 LAYERS, WIDTH_STEP = 4, 16
 BYTES_PER_PARAMETER = 12  # master and two moments in float32

@@ -8,7 +8,7 @@ from mpipar.config.model import model_config
 from mpipar.config.setting import positional, setting
 from mpipar.config.text import printable
 from mpipar.errors import EXIT_DATA, EXIT_OK, DataError, UsageError
-from mpipar.run.checkpoint import tokenizer_files, weights
+from mpipar.run.checkpoint import weights
 from mpipar.run.checkpoint.formats import model_settings
 from mpipar.run.checkpoint.manifest import (
     committed_steps,
@@ -102,14 +102,14 @@ def export(folder: Path, steps: dict[int, Path], args) -> int:
     step, path = max(steps.items())
     out = Path(args.out) if args.out is not None else folder / WEIGHTS
     inside = out.iterdir() if out.is_dir() else [out] * out.exists()
-    if any(one.name not in tokenizer_files.FILES for one in inside):
+    if any(one.name not in weights.BESIDE for one in inside):
         raise UsageError(f"{out}: exists and is not empty; give a new folder with --out")
     if wrong := damage(path):
         raise DataError(wrong)
-    found = tokenizer_files.read_tokenizer_files(folder / WEIGHTS)
+    found = weights.read_tokenizer_files(folder / WEIGHTS)
     model = model_config(model_settings(str(path), where=str(path)))
     with said(out, "can't be written"):
-        tokenizer_files.write_tokenizer_files(found, out)
+        weights.write_tokenizer_files(found, out)
     weights.export(path, out, model)
     print(printable(f"the weights after step {step} are in {out}"))
     return EXIT_OK

@@ -14,7 +14,7 @@ from mpipar.run.console.output import progress
 from mpipar.run.console.tables import table
 from mpipar.run.data.prepared import BYTES, TRAIN, Texts, prepare
 from mpipar.run.data.source import text_files
-from mpipar.run.files.replace import new_folder
+from mpipar.run.files.no_links import new_folder
 from mpipar.run.folder import said
 
 NEW = re.compile(rf"{TRAIN}([0-9]{{3,7}})")

@@ -16,12 +16,12 @@ from mpipar.config.text import counted
 from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.run.checkpoint.formats import is_step
 from mpipar.run.checkpoint.manifest import NAME, committed_steps
-from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
 from mpipar.run.checkpoint.weight_files import instead_of_weights, weight_paths
+from mpipar.run.checkpoint.weights import write_tokenizer_files
 from mpipar.run.console.metrics import lines_of, read_lines
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import built, parse_json, problems_as, read_text, recognize
-from mpipar.run.files.replace import replace_file, set_aside
+from mpipar.run.files.no_links import replace_file, set_aside
 from mpipar.run.files.settings import to_toml
 from mpipar.run.process import lock
 from mpipar.run.process.watchdog import HANG

@@ -32,7 +32,7 @@ from mpipar.layers.parallel.kv_cache import KVCache
 from mpipar.layers.stash import Batch
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.checkpoint.tokenizer_files import GENERATION, token_ids
+from mpipar.run.checkpoint.weights import GENERATION, token_ids
 from mpipar.run.data.documents import is_json_lines
 from mpipar.run.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.run.files.bounded import problems_as, read_text

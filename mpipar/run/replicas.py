@@ -19,7 +19,7 @@ from mpipar.comm.objects import all_gather_objects
 from mpipar.errors import DriftError, EnvironmentProblem, UserError
 from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
-from mpipar.run.checkpoint.save import place_among_copies
+from mpipar.run.checkpoint.state import place_among_copies
 from mpipar.run.process.consistency import ranges
 from mpipar.train.optim import TITLES
 from mpipar.train.worker import Worker

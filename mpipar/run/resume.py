@@ -21,9 +21,9 @@ from mpipar.config.sections import named
 from mpipar.config.text import brief, counted
 from mpipar.errors import DataError, UsageError, broken
 from mpipar.run.checkpoint.formats import is_step
-from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import NAME, committed_steps, read_manifest
-from mpipar.run.checkpoint.tokenizer_files import read_tokenizer_files
+from mpipar.run.checkpoint.state import load_state
+from mpipar.run.checkpoint.weights import read_tokenizer_files
 from mpipar.run.files.bounded import problems_as, read_text
 from mpipar.run.files.settings import over, skipped, values_of
 from mpipar.run.folder import (

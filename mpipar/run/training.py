@@ -22,7 +22,7 @@ from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline.check import check
 from mpipar.run import resume
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.checkpoint.save import Saver
+from mpipar.run.checkpoint.state import Saver
 from mpipar.run.console import tables as console
 from mpipar.run.console.metrics import Metrics, PeakMemory
 from mpipar.run.console.output import (

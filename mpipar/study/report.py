@@ -20,7 +20,7 @@ from mpipar.run.console import tables
 from mpipar.run.console.metrics import read_lines
 from mpipar.run.console.tables import describe_model
 from mpipar.run.files.bounded import open_regular
-from mpipar.run.files.replace import replace_file
+from mpipar.run.files.no_links import replace_file
 from mpipar.run.folder import CSV, EVALUATIONS, LOG, METRICS, REPORT
 from mpipar.run.process import consistency, mpi
 from mpipar.run.process.environment import processor

@@ -25,7 +25,7 @@ from mpipar.comm.transport import MpiTransport
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
 from mpipar.run import resolve, resume, training
-from mpipar.run.checkpoint import save, weights
+from mpipar.run.checkpoint import state, weights
 from mpipar.run.data import rows
 from mpipar.run.data.rows import Rows
 from mpipar.run.process import mpi, watchdog
@@ -187,7 +187,7 @@ def full_disk():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return plain(path, chunks)
 
-    around(save, "write_new", write_new)
+    around(state, "write_new", write_new)
 
 
 TWINS = {  # what is wrong with the state of a run that goes on
@@ -207,8 +207,8 @@ PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
     "receive": (MpiTransport, "irecv"),
     "all-reduce": (MpiTransport, "all_reduce"),
     "optimizer": (Optimizer, "step"),
-    "save": (save, "write_new"),
-    "commit": (save, "put_in_place"),
+    "save": (state, "write_new"),
+    "commit": (state, "put_in_place"),
     "evaluation": (Worker, "evaluate"),
     "finalize": (Session, "finish"),
     "MPI_Finalize": (mpi, "finalize"),
@@ -278,7 +278,7 @@ LATE = {
         LayerNorm, "forward", 0, lambda *given: is_late_layer(*given) and collecting()
     ),
     "opt": lambda: pause(Optimizer, "step", LATE_SECONDS),
-    "save": lambda: pause(save, "write_pieces", LATE_SECONDS),
+    "save": lambda: pause(state, "write_pieces", LATE_SECONDS),
     "between": lambda: pause(training.Run, "show_step", LATE_SECONDS),
     "dp link": lambda: slow("iall_reduce"),
     "tp link": lambda: pause(

@@ -15,9 +15,8 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
-from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
-from mpipar.run.checkpoint.save import Saver
+from mpipar.run.checkpoint.state import Saver, load_state
 from mpipar.train.worker import Worker
 
 DECODER = {"layers": 3, "d_model": 12, "heads": 6, "ffn": 21, "seq_len": 8, "vocab_size": 29}

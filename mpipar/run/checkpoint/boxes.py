@@ -56,8 +56,7 @@ def boxes_in(flat, buffer: str):
                 (low + start, high + start)
                 for (low, high), (start, _) in zip(local, held, strict=True)
             )
-            box = overlap(place, held)
-            if box is not None:
+            if (box := overlap(place, held)) is not None:
                 yield param, box, x[within(box, place)]
 
 

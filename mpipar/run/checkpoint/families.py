@@ -96,11 +96,10 @@ class Family:
 
     def describes(self, model) -> bool:
         """Return whether config.json can say what a completed ModelConfig computes."""
-        implied = self.always | {"arch": self.kind}
-        for name in DEFAULTS.keys() - self.numbers.keys():
-            implied[name] = DEFAULTS[name](vars(model))
+        usual = DEFAULTS.keys() - self.numbers.keys()
+        implied = {name: DEFAULTS[name](vars(model)) for name in usual} | self.always
         return (
-            model.bias in self.biases
+            (model.arch, model.bias) in [(self.kind, bias) for bias in self.biases]
             and model.d_model % model.heads == 0
             and all(getattr(model, name) == value for name, value in implied.items())
             and bool(self.experts) == bool(model.experts)
@@ -122,9 +121,11 @@ class Family:
             "dtype": dtype,
         }
         if self.rotates:
-            scaling = dict(zip(SCALING, model.rope_scaling, strict=False))
-            if scaling:
-                scaling |= {"rope_type": "llama3", SCALING[-1]: round(scaling[SCALING[-1]])}
+            scaling = model.rope_scaling and {
+                **dict(zip(SCALING, model.rope_scaling, strict=True)),
+                SCALING[-1]: round(model.rope_scaling[-1]),
+                "rope_type": "llama3",
+            }
             found |= {"rope_theta": model.rope_theta, "rope_scaling": scaling or None}
         if self.experts:
             found[ROUTER] = model.router_loss_coef if model.router_balance == "loss" else 0.0
@@ -145,10 +146,9 @@ class Family:
                 raise ValueError(f"{key} is {shown(said.get(key))}")
             values[name] = value
         flags = {key: said.get(key, False) for one in self.biases.values() for key in one}
-        biases, wrong = [name for name, one in self.biases.items() if one == flags], []
-        if not biases:
-            text = ", ".join(f"{key} is {shown(value)}" for key, value in flags.items())
-            wrong = [f"{text}; mpipar computes both true or both false"]
+        biases = [name for name, one in self.biases.items() if one == flags]
+        text = ", ".join(f"{key} is {shown(value)}" for key, value in flags.items())
+        wrong = broken((not biases, f"{text}; mpipar computes both true or both false"))
         values["seq_len"] = values.pop("longest_row")
         values = {
             **{name: default(values) for name, default in DEFAULTS.items() if name not in values},

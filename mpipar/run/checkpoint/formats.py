@@ -205,8 +205,8 @@ def _saved_settings(folder: str, where: str) -> dict:
     manifest = read_manifest(Path(folder))
     with problems_as(DataError, f"{where}: {NAME}: config"):
         model = build(values_of(manifest.config)).model
-    values = {one.name: getattr(model, one.name) for one in OF_WEIGHTS}
-    return {name: value for name, value in values.items() if value is not None}
+    names = [one.name for one in OF_WEIGHTS]
+    return {name: getattr(model, name) for name in names if getattr(model, name) is not None}
 
 
 def some_names(names: list[str]) -> str:

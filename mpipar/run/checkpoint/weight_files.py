@@ -33,7 +33,7 @@ from mpipar.run.files.bounded import (
     read_json,
     recognized,
 )
-from mpipar.run.files.replace import replaced_files
+from mpipar.run.files.no_links import replaced_files
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
@@ -170,9 +170,7 @@ def written_digests(folder: Path) -> dict[str, str]:
     Raises DataError.
     """
     path = folder / DIGESTS
-    if not os.path.exists(path):
-        return {}
-    content = read_json(path)
+    content = read_json(path) if path.exists() else {}
     with problems_as(DataError, str(path)):
         found = built(dict[str, str], content, "its content")
     return {name: digest for name, digest in found.items() if BESIDE.fullmatch(name)}

@@ -4,10 +4,14 @@ Weights are written and read in blocks of rows, so that no rank ever holds a ten
 A row is an index of a parameter's first logical axis. In the file a row is a contiguous run of
 bytes, because the logical shape only splits axes of the file's shape, as (D, 3, H, d) is stored as
 (D, 3*D); or a row is several tensors of the file, such as the matrices of an expert.
+
+Beside them are the tokenizer's files. A run copies those from its data or from the weights that it
+starts from, so that other programs can load what it writes together with its tokenizer.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from contextlib import contextmanager
@@ -20,14 +24,21 @@ from mpipar.config.model import model_config
 from mpipar.config.text import brief
 from mpipar.errors import DataError, OutputError
 from mpipar.models.on_shapes import all_params
-from mpipar.run.checkpoint import boxes, formats, tokenizer_files
-from mpipar.run.checkpoint.load import Pieces, fill
+from mpipar.run.checkpoint import boxes, formats
 from mpipar.run.checkpoint.manifest import read_manifest
+from mpipar.run.checkpoint.state import Pieces, fill
 from mpipar.run.checkpoint.weight_files import NUMBERS, WeightFiles, write_weights
+from mpipar.run.data import tokenizer
+from mpipar.run.files import no_links
+from mpipar.run.files.bounded import problems_as, read_bytes, read_json
+from mpipar.run.files.no_links import replace_file
 
 MOST_TOLD = 20  # problems of tensors that are reported
 MOST_MISSING = 5  # with more, all names may be other ones
 HEAD = "lm_head.weight"
+GENERATION = "generation_config.json"  # with the token ids that begin and end a text
+BESIDE = (*tokenizer.FILES, GENERATION)  # files that travel with weights from run to run
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Masks and angles that old files carry; mpipar computes them.
 BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|(^|\.)rotary_emb\.inv_freq$")
 
@@ -67,8 +78,7 @@ def stream(worker, kind: str):
             block = np.empty(boxes.shape_of(box), ops.accum_dtype)
             for places in param.shards(grid):
                 shard = param.box_at(grid, places)
-                part = boxes.overlap(shard, box)
-                if part is None:
+                if (part := boxes.overlap(shard, box)) is None:
                     continue
                 owner = first.rank_at(pp=pp_rank, **places)
                 piece = own[boxes.within(part, shard)] if grid.world_rank == owner else None
@@ -136,7 +146,7 @@ def write(folder: Path, model, dtype, blocks) -> None:
     ]
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        texts = tokenizer_files.config_texts(folder, form.to_json(model, dtype.name))
+        texts = config_texts(folder, form.to_json(model, dtype.name))
         rounded = (np.ascontiguousarray(block, dtype) for block in blocks)
         write_weights(folder, texts, made, rounded)
     except OSError as error:
@@ -275,3 +285,67 @@ def _read(files: WeightFiles, tensors: dict, param, held):
         block = np.concatenate(parts).reshape(boxes.shape_of(rows))
         wanted = (rows[0], *held[1:])
         yield wanted, block[boxes.within(wanted, rows)]
+
+
+def read_tokenizer_files(source: Path | None, speaks=None) -> dict[str, bytes]:
+    """Return {name: content} of the files to put beside weights.
+
+    source: the folder of the initial weights. speaks: the run's Tokenizer; if it is another one,
+    nothing in `source` applies. Otherwise its generation_config.json says which ids begin and end
+    a text, else config.json, else the tokenizer. Raises DataError for a file that cannot be read.
+    """
+    found, files = tokenizer.read_files(source) if source else {}, speaks.files if speaks else {}
+    if source and (source / GENERATION).exists():
+        with problems_as(DataError, str(source / GENERATION)):
+            found[GENERATION] = read_bytes(source / GENERATION)
+    elif source and any(one is not None for one in token_ids(source / "config.json").values()):
+        found[GENERATION] = json_bytes(token_ids(source / "config.json"))
+    if (
+        files
+        and found.keys() - {GENERATION}
+        and any(found.get(name) != files.get(name) for name in tokenizer.FILES)
+    ):
+        found = {}
+    if GENERATION not in found and speaks and speaks.end is not None:
+        found[GENERATION] = json_bytes({"eos_token_id": speaks.end})
+    return found | files
+
+
+def write_tokenizer_files(found: dict[str, bytes], folder: Path) -> None:
+    """Write files into a folder, which is created if necessary; refuse a link. Raises OSError."""
+    if found:
+        no_links.make_root(folder.parent)
+    for name, content in found.items():
+        replace_file(f"{folder.name}/{name}", [content], root=folder.parent)
+
+
+def token_ids(path: Path, vocab_size: int | None = None) -> dict:
+    """Return {key: id, list of ids, or None} for IDS from a JSON file; all None without the file.
+
+    An id outside the vocabulary is treated as None.
+    """
+    content = read_json(path) if path.exists() else {}
+    found = content if isinstance(content, dict) else {}
+    return {key: found[key] if _is_id(found.get(key), vocab_size) else None for key in IDS}
+
+
+def _is_id(value, vocab_size: int | None) -> bool:
+    ids = value if isinstance(value, list) and value else [value]
+    return all(type(one) is int and 0 <= one < (vocab_size or one + 1) for one in ids)
+
+
+def config_texts(folder: Path, config: dict) -> dict[str, str]:
+    """Return {name: text} of config.json and generation_config.json to write into a folder.
+
+    config: all fields except the token ids, which are taken from the folder's existing
+    generation_config.json; that file is not changed.
+    """
+    path = folder / GENERATION
+    ids = token_ids(path, config.get("vocab_size"))
+    texts = {"config.json": json_bytes(config | ids).decode()}
+    return texts if path.exists() else texts | {GENERATION: json_bytes(ids).decode()}
+
+
+def json_bytes(value) -> bytes:
+    """Return a value as the text of a JSON file."""
+    return (json.dumps(value, indent=2) + "\n").encode()

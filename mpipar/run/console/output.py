@@ -18,7 +18,7 @@ from pathlib import Path
 from mpipar.config.text import harmless, printable
 from mpipar.errors import OutputError, broken
 from mpipar.run.files import no_links
-from mpipar.run.files.replace import replace_file, set_aside
+from mpipar.run.files.no_links import replace_file, set_aside
 from mpipar.run.process.failure import DISK_ERRORS
 from mpipar.run.process.streams import above, silence_output, warn
 

@@ -40,7 +40,7 @@ from mpipar.run.data.tokenizer import (
     settings_file,
 )
 from mpipar.run.files.bounded import built, parse_json, problems_as, read_bytes
-from mpipar.run.files.replace import replace_file
+from mpipar.run.files.no_links import replace_file
 
 NAME, FORMAT = "dataset.json", 1
 PARTS = ("train.bin", "val.bin")

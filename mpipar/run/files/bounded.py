@@ -10,19 +10,18 @@ DataError for data, UsageError for a configuration.
 
 from __future__ import annotations
 
-import errno
 import inspect
 import json
 import math
 import os
 import re
-import stat
 import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -74,18 +73,7 @@ def open_regular(path: str | os.PathLike, root: str | os.PathLike | None = None)
     A pipe without a writer would block, and a device has no end. root: a run folder to which the
     path is relative, and below which no link is followed; without it, links are followed.
     """
-    if root is None:
-        return open(path, "rb", opener=_open_regular)
-    return open(no_links.opened(root, os.fspath(path), os.O_RDONLY), "rb")
-
-
-def _open_regular(path: str, flags: int) -> int:
-    # O_NONBLOCK has no effect on a regular file; it opens a pipe without waiting for a writer.
-    descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise OSError(errno.EINVAL, "is a folder, a pipe or a device; give a regular file")
+    return open(path, "rb", opener=partial(no_links.opened, root))
 
 
 def read_bytes(path, *, most_bytes: int = MOST_BYTES, root=None) -> bytes:
@@ -105,14 +93,7 @@ def read_text(path, *, most_bytes: int = MOST_BYTES, root=None) -> str:
 
     A byte order mark is left out.
     """
-    return _text_of(read_bytes(path, most_bytes=most_bytes, root=root))
-
-
-def _text_of(content: bytes) -> str:
-    try:
-        return content.decode().removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"is not UTF-8 text: byte {error.start:,} cannot be decoded") from None
+    return read_bytes(path, most_bytes=most_bytes, root=root).decode("utf-8-sig")
 
 
 def recognize(path: str | os.PathLike) -> str | None:
@@ -121,13 +102,9 @@ def recognize(path: str | os.PathLike) -> str | None:
     It fits after "PATH: is ", and may end with what to do instead. Whoever reads the file reports
     one that is not regular or cannot be opened.
     """
-    if not os.path.isfile(path):
-        return None
-    try:
-        with open(path, "rb") as file:
-            return recognized(file.read(HEAD), os.fstat(file.fileno()).st_size)
-    except OSError:
-        return None
+    with suppress(OSError, ValueError), open_regular(path) as file:  # a name may hold a zero byte
+        return recognized(file.read(HEAD), os.fstat(file.fileno()).st_size)
+    return None
 
 
 def recognized(head: bytes, size: int) -> str | None:
@@ -158,7 +135,7 @@ def read_json(path, *, where: str = "", cure: str = "", most_bytes: int = MOST_B
         content = read_bytes(path, most_bytes=most_bytes, root=root)
         if kind := recognized(content[:HEAD], len(content)):
             raise ValueError(f"is not JSON: it is {kind}")
-        return parse_json(_text_of(content))
+        return parse_json(content.decode("utf-8-sig"))
 
 
 def read_toml(path, error: type[UserError], *, where: str = "") -> dict:

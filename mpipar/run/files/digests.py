@@ -18,7 +18,7 @@ from typing import BinaryIO
 from mpipar.cache import cache_folder
 from mpipar.errors import DataError
 from mpipar.run.files.bounded import problems_as, read_json
-from mpipar.run.files.replace import replace_file
+from mpipar.run.files.no_links import replace_file
 
 FOLDER = "digests"  # in the cache folder
 BLOCK = 1 << 24  # bytes read at a time
@@ -28,9 +28,8 @@ SETTLED = 2_000_000_000  # ns: no file system's clock is coarser
 def state_of(file: BinaryIO) -> str:
     """Return text that identifies a file and its state."""
     found = os.fstat(file.fileno())
-    times = found.st_mtime_ns, found.st_ctime_ns
-    facts = os.uname().nodename, found.st_dev, found.st_ino, found.st_size, *times
-    return " ".join(map(str, facts))
+    facts = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return " ".join(map(str, (os.uname().nodename, *facts)))
 
 
 def digest_of(file: BinaryIO, where: str) -> str:

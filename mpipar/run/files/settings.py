@@ -14,6 +14,8 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from fractions import Fraction
+from itertools import groupby
+from operator import itemgetter
 
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.comm.launcher import read_launcher
@@ -256,13 +258,14 @@ def _read_values(fields: Mapping[str, dataclasses.Field], source, problems, path
     for name, raw in source.items():
         try:
             value = _value(fields[name], raw, path is None)
-            many = isinstance(value, tuple)
-            if name != "prompt" and "" in (value if many else (value,)):  # an unset variable's text
-                raise ValueError("each of them " * many + "must not be empty; give a value")
+            many = value if isinstance(value, tuple) else (value,)
+            if name != "prompt" and "" in many:  # the text of an unset variable
+                raise ValueError("must not be empty; give a value")
             found[name] = value
         except ValueError as error:
             where = brief(str(raw)) or "''" if path is None else f"= {shown(raw)} in {path}"
-            problems.append(f"{argument(name, fields[name].metadata)} {where}: {error}")
+            example = f", as in {EXAMPLES[name]}" if name in EXAMPLES else ""
+            problems.append(f"{argument(name, fields[name].metadata)} {where}: {error}{example}")
     return found
 
 
@@ -389,22 +392,17 @@ def _value(field: dataclasses.Field, raw, is_text: bool):
         return _single(base, raw, is_text)
     if isinstance(raw, str) and (is_text or base is str):
         raw = [raw] if base is str else raw.split(",")
-    example = EXAMPLES.get(field.name)
     if not isinstance(raw, list) or (not raw and field.default != ()):
-        raise ValueError(f"must be a list that is not empty, as in [{example}]")
-    try:
-        return tuple(_single(base, one, is_text) for one in raw)
-    except ValueError as error:
-        raise ValueError(f"each of them {error}" + f", as in {example}" * bool(example)) from None
+        raise ValueError("must be a list that is not empty")
+    return tuple(_single(base, one, is_text) for one in raw)
 
 
 def _single(base: type, raw, is_text: bool):
+    is_written = is_text and isinstance(raw, str)
+    readable = base in (int, float) or (base is Fraction and EXACT.fullmatch(str(raw)))
     with suppress(ValueError, ArithmeticError):
-        readable = base in (int, float) or (base is Fraction and EXACT.fullmatch(raw))
-        if is_text and isinstance(raw, str) and readable:
+        if (is_written and readable) or (base is float and type(raw) is int):
             return base(raw)
-        if base is float and type(raw) is int:
-            return float(raw)
     if type(raw) is not base:
         raise ValueError(f"must be {KIND_NAMES[base]}")
     return raw
@@ -425,13 +423,14 @@ def skipped(text: str) -> list[str]:
 
 def to_toml(config: Config) -> str:
     """Return the config as TOML that --config reads back to an equal one; None: no such key."""
-    lines, last = [], None
-    for section, field, value in settings(config):
-        if section != last:
-            lines += ["", f"# {section}"] if lines else [f"# {section}"]
-            last = section
-        if value is not None:
+    parts = []
+    for section, rows in groupby(settings(config), itemgetter(0)):
+        lines = [
             # JSON's words and escapes are TOML's, except that TOML forbids a bare DEL.
-            literal = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-            lines.append(f"{flag(field.name)[2:]} = {literal}")
-    return "\n".join(lines) + "\n"
+            f"{flag(field.name)[2:]} = "
+            + json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            for _, field, value in rows
+            if value is not None
+        ]
+        parts.append("\n".join([f"# {section}", *lines, ""]))
+    return "\n".join(parts)

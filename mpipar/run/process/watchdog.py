@@ -28,7 +28,7 @@ from mpipar.comm.record import POINT_TO_POINT, source_line
 from mpipar.errors import HangError
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import read_text
-from mpipar.run.files.replace import replace_file
+from mpipar.run.files.no_links import replace_file
 from mpipar.run.process.streams import note
 
 HANG = "hang"  # the folder of states in a run folder

@@ -31,7 +31,7 @@ from mpipar.pipeline.instructions import Schedule
 from mpipar.run.console.metrics import read_lines
 from mpipar.run.console.tables import crowded, describe_stage
 from mpipar.run.files.bounded import built, open_regular, parse_json, problems_as, read_json
-from mpipar.run.files.replace import replace_file
+from mpipar.run.files.no_links import replace_file
 from mpipar.run.trace.clock import CommonClock
 
 SCHEMA = 5

@@ -18,7 +18,7 @@ from mpipar.comm.record import Recorder
 from mpipar.layers.context import Context, recompute_options
 from mpipar.layers.stash import Stash
 from mpipar.models.decoder import Stage
-from mpipar.run.checkpoint.save import copies_of, own_pieces
+from mpipar.run.checkpoint.state import copies_of, own_pieces
 from mpipar.run.data import rows
 from mpipar.train.build import RULES
 from mpipar.train.muon import Muon

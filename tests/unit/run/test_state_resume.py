@@ -22,10 +22,10 @@ from state_cases import (
 
 from mpipar.errors import DataError
 from mpipar.layers.flat import FlatParams
-from mpipar.run.checkpoint import boxes, load, save
-from mpipar.run.checkpoint.load import load_state
+from mpipar.run.checkpoint import boxes
+from mpipar.run.checkpoint import state as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps, damage, read_manifest
-from mpipar.run.checkpoint.save import Saver
+from mpipar.run.checkpoint.state import Saver, load_state
 from mpipar.run.data.rows import Rows
 from mpipar.train.gradsync import LossScale
 
@@ -119,7 +119,7 @@ def test_a_moment_not_loaded(moment, tmp_path, monkeypatch):
                     lambda self: {kind: x for kind, x in plain.fget(self).items() if kind != moment}
                 ),
             )
-            load.load_state(*arguments)
+            checkpoint.load_state(*arguments)
 
     monkeypatch.setitem(globals(), "load_state", broken)
     assert_resumes_differently(tmp_path)
@@ -140,7 +140,7 @@ def test_publish_forgotten(tmp_path, monkeypatch):
     def broken(*arguments):
         with monkeypatch.context() as patch:
             patch.setattr(FlatParams, "copy_master_to_params", lambda self: None)
-            load.load_state(*arguments)
+            checkpoint.load_state(*arguments)
 
     monkeypatch.setitem(globals(), "load_state", broken)
     assert_resumes_differently(tmp_path, dtype="bfloat16")
@@ -148,7 +148,7 @@ def test_publish_forgotten(tmp_path, monkeypatch):
 
 def test_the_state_of_a_later_step(tmp_path, monkeypatch):
     """A background save that writes the live state and not its copy."""
-    monkeypatch.setattr(save, "copies_of", lambda own, *arguments: own)
+    monkeypatch.setattr(checkpoint, "copies_of", lambda own, *arguments: own)
     went_on, resumed = stop_and_resume(tmp_path, background=True)
     assert resumed != went_on
 
@@ -197,8 +197,10 @@ def test_a_box_off_by_one_row(layout, tmp_path, monkeypatch):
 
 def test_a_replica_writes_what_another_should(tmp_path, monkeypatch):
     save_and_load(tmp_path / "right", dp=2)
-    plain = save.place_among_copies  # both write the first rows, and say so
-    monkeypatch.setattr(save, "place_among_copies", lambda *arguments: (0, plain(*arguments)[1]))
+    plain = checkpoint.place_among_copies  # both write the first rows, and say so
+    monkeypatch.setattr(
+        checkpoint, "place_among_copies", lambda *arguments: (0, plain(*arguments)[1])
+    )
     with pytest.raises(AssertionError, match="do not cover"):
         save_and_load(tmp_path / "named", dp=2)
 

@@ -11,7 +11,7 @@ from tokenizers_made import TEXTS, save_like_gpt2, save_like_llama, save_tokeniz
 
 from mpipar.config.model import ModelConfig
 from mpipar.errors import DataError, EnvironmentProblem, UsageError
-from mpipar.run.checkpoint.tokenizer_files import write_tokenizer_files
+from mpipar.run.checkpoint.weights import write_tokenizer_files
 from mpipar.run.data.tokenizer import (
     END,
     MOST_IDS,

@@ -1,4 +1,4 @@
-"""Saves the whole state of a run: every rank writes its own boxes, and one rename commits them.
+"""The whole state of a run: every rank writes and reads its boxes, and one rename commits them.
 
 The protocol, in which a process may be killed after any step:
 
@@ -16,7 +16,6 @@ checkpoints is ever deleted.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import math
@@ -26,6 +25,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from time import perf_counter_ns
 from typing import NamedTuple
@@ -36,6 +36,7 @@ from mpipar.comm.grid import ISLAND
 from mpipar.comm.objects import broadcast_text, gather_objects
 from mpipar.errors import DataError, OutputError
 from mpipar.run.checkpoint import boxes
+from mpipar.run.checkpoint.formats import some_names
 from mpipar.run.checkpoint.manifest import (
     COMMON,
     NAME,
@@ -44,17 +45,18 @@ from mpipar.run.checkpoint.manifest import (
     File,
     Manifest,
     Piece,
-    Scale,
     Tensor,
     committed_steps,
+    digest_problem,
     file_problems,
     pieces_file,
     saved_as,
     saved_kinds,
     step_folder_name,
 )
-from mpipar.run.checkpoint.weight_files import safetensors_head
+from mpipar.run.checkpoint.weight_files import open_tensors, safetensors_head
 from mpipar.run.files import no_links
+from mpipar.run.files.bounded import problems_as
 
 PARTIAL = re.compile(rf"{STEP_FOLDER.pattern}\.partial-[0-9a-f]+")
 
@@ -130,7 +132,7 @@ def remove_outdated(folder: Path, step: int, keep: int) -> None:
     Of the checkpoints before it, the newest keep - 1 stay (keep 0: all). Folders left by killed
     runs go, too. A checkpoint loses its name before its files, so that none is ever half of one.
     """
-    with contextlib.suppress(OSError, DataError):
+    with suppress(OSError, DataError):
         inside = no_links.folder(folder.parent, folder.name)
         earlier = [path for number, path in committed_steps(folder) if number < step]
         for path in earlier[: max(0, len(earlier) - keep + 1)] if keep else []:
@@ -142,7 +144,7 @@ def remove_outdated(folder: Path, step: int, keep: int) -> None:
 
 def delete(path: Path) -> None:
     """Delete the files of a checkpoint, and its folder unless something else is in it."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for file in no_links.folder(path.parents[1], f"{path.parent.name}/{path.name}").iterdir():
             if file.name == NAME or PIECES_FILE.fullmatch(file.name):
                 file.unlink()
@@ -388,9 +390,7 @@ class Saver:
                 failed = file_problems(partial, files)  # as when hosts do not share the folder
             if failed:
                 raise OutputError("; ".join(failed))
-            first, *further = (
-                Scale(**scale) for _, scale in facts[:: self.worker.comms["inner"].size]
-            )
+            first, *further = (scale for _, scale in facts[:: self.worker.comms["inner"].size])
             manifest = Manifest(
                 step=flight.step,
                 config=self.facts["config"],
@@ -411,3 +411,79 @@ class Saver:
             raise
         remove_outdated(self.folder, flight.step, self.keep)
         return ""
+
+
+class Pieces(ExitStack):
+    """The pieces of a checkpoint, to be read box by box.
+
+    A file is opened when it is first needed, after all of its bytes have been compared with its
+    digest. Every method raises DataError that names the file and the tensor.
+    """
+
+    def __init__(self, step_folder: Path, manifest: Manifest):
+        super().__init__()
+        self.folder, self.manifest = Path(step_folder), manifest
+        self.files, self.by_tensor = {}, {}
+        for piece in manifest.pieces:
+            self.by_tensor.setdefault((piece.tensor, piece.kind), []).append(piece)
+
+    def read(self, tensor: str, kind: str, box: boxes.Box):
+        """Yield (box, array) of parts that cover a box exactly once, each of about BLOCK_BYTES."""
+        dtype = np.dtype(self.manifest.tensors[tensor].dtype)
+        for piece in self.by_tensor[tensor, kind]:
+            if (shared := boxes.overlap(piece.box, box)) is not None:
+                stored = self._open(piece).get_slice(piece.key)
+                for block in boxes.row_blocks(shared, dtype.itemsize):
+                    rows, *others = boxes.within(block, piece.box)
+                    yield block, stored[rows][:, *others]
+
+    def _open(self, piece):
+        if piece.file not in self.files:
+            path = self.folder / piece.file
+            problem = digest_problem(path, self.manifest.files[piece.file].sha256)
+            if problem:
+                raise DataError(f"{problem}; tensor {piece.tensor} ({piece.kind}) is in it")
+            with problems_as(DataError, str(path)):
+                self.files[piece.file] = self.enter_context(open_tensors(path))
+        return self.files[piece.file]
+
+
+def load_state(worker, step_folder: Path, manifest: Manifest) -> None:
+    """Fill a worker with a checkpoint's masters, moments and loss scale, on any layout.
+
+    The worker is then as it was after the saved step. Padding stays zero. Raises DataError that
+    names file and tensor, or what another model or optimizer has. It does not communicate: the
+    caller must agree on the outcome, since another rank may have failed.
+    """
+    dtype, islands = worker.ops.accum_dtype.name, worker.config.grid.islands
+    ours = {param.name: Tensor(param.shape, dtype) for _, param in worker.all_params}
+    ours |= dict.fromkeys(saved_kinds(("master", *worker.optimizer.kinds), islands))
+    theirs = manifest.tensors | dict.fromkeys(manifest.kinds)
+    if wrong := sorted(name for name in ours | theirs if ours.get(name, 0) != theirs.get(name, 0)):
+        raise DataError(
+            f"{step_folder}: the checkpoint is of another model or optimizer, which differs in"
+            f" {some_names(wrong)}"
+        )
+    with Pieces(step_folder, manifest) as pieces:
+        fill(
+            worker,
+            lambda param, kind, box: pieces.read(param.name, saved_as(kind, worker.island), box),
+        )
+    worker.outer.begun = True
+    worker.loss_scale.restore(manifest.scales[worker.grid.group_rank(ISLAND)])
+
+
+def fill(worker, read, kinds=()) -> None:
+    """Fill a worker's buffers; padding stays as it is.
+
+    read(Param, kind, box): yields (box, array) of parts that cover a box. kinds: of state; all of
+    it by default.
+    """
+    ops = worker.ops
+    for flat in worker.flats:
+        for kind in kinds or flat.state:
+            for target in flat.weights if kind == "master" else [kind]:
+                for param, held, x in boxes.boxes_in(flat, target):
+                    for box, block in read(param, kind, held):
+                        ops.copy(x[boxes.within(box, held)], ops.asarray(block))
+        flat.copy_master_to_params()
