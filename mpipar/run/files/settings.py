@@ -178,7 +178,8 @@ def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[st
 # --- from texts to values
 
 RANKS = re.compile("[0-9]{1,9}")
-EXACT = re.compile(r"\d{0,9}[./]?\d{0,9}", re.ASCII)
+# A larger exponent would make an exact number endlessly long.
+EXACT = re.compile(r"\s*\d{0,9}[./]?\d{0,9}([eE][+-]?\d)?\s*", re.ASCII)
 KIND_NAMES = {
     int: "a whole number",
     float: "a number",

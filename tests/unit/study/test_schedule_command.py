@@ -64,7 +64,7 @@ def test_every_name_and_json(name, capsys):
 
 
 def test_costs_and_latency(capsys):
-    words = "gpipe --pp 2 --num-microbatches 3 --costs 1/2,1,0.5 --latency 0.25 --json"
+    words = "gpipe --pp 2 --num-microbatches 3 --costs .5,1,1/2 --latency 25e-2 --json"
     assert json.loads(run(words, capsys))["makespan"] == (3 + 1) * 2 + 2 * 0.25
     found = json.loads(run("dualpipe-v --costs 1,1,1,2 --json", capsys))
     timeline = simulate(make_schedule("dualpipe-v", 4, 8), Costs(overlap=2 / 3))
