@@ -84,10 +84,6 @@ class Coverage:
         """Note that a case's pairs occur."""
         self.seen[np.ix_(*[self.places(case)] * 2)] = True
 
-    def news(self, case: Case) -> int:
-        """Return how many new pairs a case brings, counted in both of their orders."""
-        return int((~self.seen[np.ix_(*[self.places(case)] * 2)]).sum())
-
     def gain(self, case: Case, name: str, value) -> int:
         """Return how many new pairs a value brings to a case that lacks its choice."""
         return int((~self.seen[self.place[name, value]][self.places(case)]).sum())
