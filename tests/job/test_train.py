@@ -188,7 +188,7 @@ def losses(folder):
 def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):
     rows = [
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1",
-        "1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1",
+        "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1",
     ]
     (tmp_path / "full.csv").write_text("\n".join(rows) + "\n")
     result = mpipar(
@@ -203,6 +203,7 @@ def test_a_csv_file_with_its_own_sends_trains_evaluates_and_generates(tmp_path):
         ranks=2,
     ).ended()
     assert "held-out loss" in result.stdout
+    assert re.search(r"^worker 1 .* F0 F1 B0", result.stdout, re.MULTILINE), "the file's order"
 
 
 # --- `mpipar train --steps 0`: the held-out loss of given weights, and nothing that trains
