@@ -208,6 +208,51 @@ def test_a_slow_link_is_named(layout, link, schedule):
     check_links(layout, link, schedule, 1)
 
 
+def test_small_transfers_that_nobody_waited_for_do_not_make_a_link_slow():
+    """The large sums of both groups are equally fast; one group also has small hidden ones."""
+
+    def sums(group):
+        made = []
+        for step in range(6):
+            at = 100 * step
+            made += [
+                record(
+                    "all_reduce",
+                    "grads.block",
+                    "dp",
+                    at + 5 * i,
+                    at + 60,
+                    at + 60,
+                    payload_bytes=200_000,
+                    step=step + 1,
+                )
+                for i in range(8)
+                if group == 0
+            ]
+            made.append(
+                record(
+                    "all_reduce",
+                    "grads.embed",
+                    "dp",
+                    at + 70,
+                    at + 70,
+                    at + 80,
+                    payload_bytes=4 << 20,
+                    step=step + 1,
+                )
+            )
+        return made
+
+    groups = [{"dp": (0, 1), "world": (0, 1, 2, 3)}] * 2 + [
+        {"dp": (2, 3), "world": (0, 1, 2, 3)}
+    ] * 2
+    run = trace([sums(0), sums(0), sums(1), sums(1)], end=600, groups=groups, steps=6)
+    found = findings.measured(waits.find(run), [[]] * 4)
+    assert [len(link.lengths) for link in found] == [6, 6]
+    assert [link.size for link in found] == [4 << 20] * 2
+    assert "slow link" not in [one.kind for one in Analysis(run).findings]
+
+
 @pytest.mark.parametrize("layout", [DP + PP, PP + TP, PP4], ids=str)
 def test_a_replay_with_all_transfers_is_the_trace(layout):
     simulator, analysis = analysed(Run(layout, fault="link", link=("pp", (0, 1)), delay=50))
