@@ -26,7 +26,8 @@ from bench.program import Outcome, Program
 from bench.training import Trained
 from mpipar.comm.grid import PIECES_PER_RANK
 from mpipar.comm.objects import broadcast_text, gather_objects
-from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Recorder, Sums
+from mpipar.comm.record import COMPUTE, POINT_TO_POINT, Sums
+from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.run import traced_steps
 from mpipar.config.sections import build

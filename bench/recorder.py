@@ -28,8 +28,8 @@ from mpipar import ops as ops_module
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Options
 from mpipar.comm.hosts import quiet_barrier
-from mpipar.comm.record import Recorder
-from mpipar.comm.transport import MpiTransport
+from mpipar.comm.mpi import MpiTransport
+from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.config.text import counted

@@ -28,7 +28,8 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.objects import all_gather_objects, gather_objects
-from mpipar.comm.record import Record, Recorder, as_record, family
+from mpipar.comm.record import Record, family
+from mpipar.comm.recorder import Recorder, as_record
 from mpipar.comm.transport import Counts, Exchanged, Request, ShapesTransport
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK, UsageError

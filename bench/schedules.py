@@ -21,9 +21,9 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.objects import gather_numbers
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.pipeline.engine import Engine, WholeWeights
-from mpipar.pipeline.instructions import lower
+from mpipar.pipeline.lowering import lower
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.study.schedules.simulate import Costs, simulate
 

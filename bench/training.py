@@ -10,7 +10,7 @@ from typing import Any
 from mpipar import cli
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.commands.explain import of_named_axes
 from mpipar.run.data import rows
 from mpipar.run.data.rows import Rows

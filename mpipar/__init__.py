@@ -26,10 +26,10 @@ LIBRARY = {  # name: where it is
     "Linear": "layers.linears.make_linear",
     "Param": "layers.param.Param",
     "RMSNorm": "layers.norm.RMSNorm",
-    "Recorder": "comm.record.Recorder",
+    "Recorder": "comm.recorder.Recorder",
     "RowLinear": "layers.parallel.row.RowLinear",
     "Stash": "layers.stash.Stash",
-    "lower_schedule": "pipeline.instructions.lower",
+    "lower_schedule": "pipeline.lowering.lower",
     "make_ops": "ops.make",
     "make_schedule": "pipeline.schedules.catalog.make_schedule",
 }

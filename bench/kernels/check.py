@@ -21,7 +21,7 @@ import numpy as np
 from bench.kernels.gpu import TOLERANCE, Gpu
 from bench.program import Outcome, Program
 from bench.training import Trained, config_of
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
 from mpipar.ops import make
 from mpipar.ops.array_ops import ArrayOps

@@ -25,7 +25,7 @@ from bench.kernels.gpu import Gpu
 from bench.program import Outcome, Program
 from bench.training import Trained, config_of, take_step
 from mpipar import ops as ops_module
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.ops import make_for
 from mpipar.ops.cuda.gemm import BlasGemm
 from mpipar.ops.functions import MEMORY, Ops

@@ -32,7 +32,7 @@ if WORLD.size == 1 and any(os.environ.get(name, "1") != "1" for name in SIZES):
     raise SystemExit("MPI does not know the other ranks of this launcher: see `mpipar doctor`")
 
 
-def timed(name, call, x, *more):  # mpipar/comm/record.py
+def timed(name, call, x, *more):  # mpipar/comm/recorder.py
     """Run an MPI call that fills x, and count it under its name; return x."""
     begin, entry = time.perf_counter(), WAITED.setdefault(name, [0, 0, 0.0])
     call(*more)

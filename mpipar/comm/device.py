@@ -13,13 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mpipar.comm.transport import Counts, Done, Exchanged, MpiTransport, Request
+from mpipar.comm.mpi import MpiTransport
+from mpipar.comm.transport import Counts, Done, Exchanged, Request
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array, Shape
+from mpipar.ops.signature import Array
 
 if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
-
     from mpipar.ops.cupy_copies import Copies
 
 A = TypeVar("A")
@@ -102,7 +101,7 @@ class StagedTransport:
 
     def __init__(self, ops: Ops, host: MpiTransport):
         self.ops, self.host, self.copies = ops, host, ops.copies
-        self.max_tag = host.max_tag
+        self.zeros, self.max_tag, self.close = ops.zeros, host.max_tag, host.close
 
     def _to_host(self, x: Array) -> Array:
         """Return x in host memory, for a call that blocks in MPI.
@@ -139,9 +138,6 @@ class StagedTransport:
         if self.host.options.check:  # --check-comm blocks in MPI before each collective
             self.copies.hand_over(wait=True)
         return leaving
-
-    def zeros(self, shape: Shape, dtype: DTypeLike, label: str) -> Array:
-        return self.ops.zeros(shape, dtype, label=label)
 
     def all_reduce(self, x: Array, op: str) -> None:
         self._in_place(self.host.all_reduce, x, op)
@@ -189,6 +185,3 @@ class StagedTransport:
     def irecv(self, x: Array, peer: int, tag: int) -> Request:
         host = self.copies.room(x.shape, x.dtype)
         return HostToDeviceReceive(self.copies, self.host.irecv(host, peer, tag), host, x)
-
-    def close(self) -> None:
-        self.host.close()

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from sys import _getframe
 from time import perf_counter_ns
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from mpipar.comm.collective_check import CollectiveCheck
-from mpipar.comm.record import (
+from mpipar.comm.recorder import (
     NO_ENTRY,
     NO_TALLY,
     WAITED,
@@ -39,15 +39,6 @@ if TYPE_CHECKING:
 
 IN_ORDER = SimpleNamespace(c_contiguous=True)
 NOTHING = SimpleNamespace(dtype="", flags=IN_ORDER)  # what a barrier sends
-
-
-def refuse(operation: str, name: str, x: Array) -> NoReturn:
-    """Raise ValueError for an array whose memory is not in the order of its elements."""
-    raise ValueError(
-        f"{operation} {name}: an array of shape {tuple(x.shape)} and strides"
-        f" {tuple(getattr(x, 'strides', ()))} is not C-contiguous, and memory is sent as it lies:"
-        " make it so with np.ascontiguousarray"
-    )
 
 
 class Pending:
@@ -114,13 +105,7 @@ class Comm:
             self._drain = self.transport.ops.synchronize
 
     def _open(
-        self,
-        operation: str,
-        name: str,
-        x: Array,
-        payload: int,
-        peer: int = -1,
-        tag: int = -1,
+        self, operation: str, name: str, x: Array, payload: int, peer: int = -1, tag: int = -1
     ) -> Entry:
         """Append the entry of an operation to the record, and return it, before the operation.
 
@@ -132,7 +117,11 @@ class Comm:
         if self.size == 1:
             return NO_ENTRY
         if not x.flags.c_contiguous:
-            refuse(operation, name, x)
+            raise ValueError(
+                f"{operation} {name}: an array of shape {tuple(x.shape)} and strides"
+                f" {tuple(getattr(x, 'strides', ()))} is not C-contiguous, and memory is sent as it"
+                " lies: make it so with np.ascontiguousarray"
+            )
         if self._drain is not None:
             self._drain()
         recorder, frame = self.recorder, _getframe(2)
@@ -230,11 +219,7 @@ class Comm:
         return close(entry, self.transport.all_to_all(x))
 
     def all_to_allv(
-        self,
-        x: Array,
-        counts: Counts,
-        name: str,
-        received: Counts | None = None,
+        self, x: Array, counts: Counts, name: str, received: Counts | None = None
     ) -> Exchanged:
         """Send rows of x (rows, ...) to each rank; return (what arrived, rows from each rank).
 

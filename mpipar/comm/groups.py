@@ -17,10 +17,11 @@ from mpipar.comm.group import Comm
 from mpipar.comm.half_precision import HalfPrecisionTransport
 from mpipar.comm.hosts import shares_cores, use_batch_scheduling
 from mpipar.comm.launcher import check_world
+from mpipar.comm.mpi import MpiTransport
 from mpipar.comm.nccl import NcclTransport
 from mpipar.comm.objects import all_gather_objects
-from mpipar.comm.record import Recorder
-from mpipar.comm.transport import MpiTransport, Options, SelfTransport, ShapesTransport, Transport
+from mpipar.comm.recorder import Recorder
+from mpipar.comm.transport import Options, SelfTransport, ShapesTransport, Transport
 from mpipar.ops.functions import Ops
 
 if TYPE_CHECKING:

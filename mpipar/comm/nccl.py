@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.device import StagedTransport
 from mpipar.comm.grid import consecutive_slices
-from mpipar.comm.transport import Counts, Exchanged, MpiTransport, Request
+from mpipar.comm.mpi import MpiTransport
+from mpipar.comm.transport import Counts, Exchanged, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape
 

@@ -4,7 +4,13 @@ from dataclasses import dataclass
 
 from mpipar.config.setting import setting
 
-OF_ADAMW = ("optimizer", "adamw", "muon")
+# {role of a parameter: its update rule}. Classes of rules: `train.build.UPDATES`.
+OPTIMIZERS = {
+    "adamw": {"numbers": "adamw", "matrices": "adamw", "signs": "signs"},
+    "sgd": {"numbers": "sgd", "matrices": "sgd", "signs": "signs"},
+    "muon": {"numbers": "adamw", "matrices": "muon", "signs": "signs"},
+}
+OF_ADAMW = ("optimizer", *(name for name, one in OPTIMIZERS.items() if one["numbers"] == "adamw"))
 OF_ISLANDS = ("islands",)  # for any number of islands
 
 
@@ -21,7 +27,7 @@ class TrainConfig:
     optimizer: str = setting(
         "adamw",
         "update rule; muon: of hidden matrices, and AdamW of the rest",
-        choices=("adamw", "sgd", "muon"),
+        choices=tuple(OPTIMIZERS),
     )
     lr: float = setting(3e-3, "peak learning rate", above=0.0)
     warmup_steps: int = setting(60, "steps of linear learning-rate warm-up", low=0)

@@ -8,9 +8,10 @@ from mpipar.comm.device import DeviceTransport, StagedTransport
 from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import cuda_aware, has_nccl, with_half_precision
+from mpipar.comm.mpi import MpiTransport
 from mpipar.comm.nccl import NcclTransport
-from mpipar.comm.record import Recorder
-from mpipar.comm.transport import MpiTransport, Options, Transport
+from mpipar.comm.recorder import Recorder
+from mpipar.comm.transport import Options, Transport
 from mpipar.config.text import counted
 from mpipar.errors import EnvironmentProblem, UsageError
 from mpipar.interconnect.cases import CASES, Case

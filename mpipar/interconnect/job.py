@@ -11,7 +11,7 @@ from mpipar import __version__
 from mpipar import ops as ops_module
 from mpipar.comm.hosts import quiet_barrier, shares_cores
 from mpipar.comm.objects import gather_numbers, gather_objects
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.text import counted
 from mpipar.errors import UsageError
 from mpipar.interconnect import hosts

@@ -1,7 +1,7 @@
 """Token embedding, with or without learned positions; the token table is cut by vocabulary.
 
 Each rank looks up the tokens whose rows it holds and writes zeros for the others. One sum over the
-ranks then gives each rank the embeddings of the tokens that it holds (see parallel/tokens.py).
+ranks then gives each rank the embeddings of the tokens that it holds (see `ReplicatedTokens`).
 Letters: B batch, T tokens, D model width, V vocabulary.
 """
 

@@ -50,7 +50,8 @@ class FlatParams:
     ):
         self.ops = ops
         self.groups = groups  # over which gradients are summed; the last one is the data group
-        self.group = group  # the data group
+        self.further_groups = groups[:-1]
+        self.group: Comm = group  # type: ignore[assignment]  # of data; None: nothing is summed
         self.rule = rule  # that updates the buffers
         self.params = sorted(params, key=lambda param: (-param.unit, not param.decay))
         largest = max(self.params, key=lambda p: p.size).name if self.params else "none"
@@ -86,7 +87,8 @@ class FlatParams:
         # For each piece, (whether weights decay, slice) of each of its runs.
         self.decay_runs: list[Runs[bool]] = [self.runs(attrgetter("decay"))]
         # (whether this rank counts it in norms, piece, slice) of each run; the others are copies.
-        self.norm_runs = [(owner, 0, run) for owner, run in self.runs(attrgetter("owner"))]
+        first = self.group is None or self.group.index == 0
+        self.norm_runs = [(own and first, 0, run) for own, run in self.runs(attrgetter("owner"))]
 
     def runs(self, key: Callable[[Param], Value]) -> Runs[Value]:
         """Return (key value, slice) of each contiguous run of parameters with equal key(param).
@@ -228,7 +230,7 @@ def flats_of(
     """
     sets: dict[tuple[tuple[str, ...], str], list[Param]] = {}
     for param in params:
-        sets.setdefault((param.grad_groups, rules[param.rule]), []).append(param)
+        sets.setdefault((param.grad_groups, rules[param.role]), []).append(param)
     return [
         make(ops, sets[groups, rule], groups, comms[groups[-1]], rule)
         for groups, rule in sorted(sets, key=lambda one: (len(one[0]), one))

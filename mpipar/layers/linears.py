@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from mpipar.errors import UsageError, suggestion
-from mpipar.layers.parallel.column import ColumnLinear, ColumnSequenceLinear
+from mpipar.layers.parallel.column import ColumnLinear
 from mpipar.layers.parallel.gather import GatherLinear, ReduceLinear
 from mpipar.layers.parallel.linear import Linear
 from mpipar.layers.parallel.ring_linears import ColumnRingLinear, RowRingLinear
-from mpipar.layers.parallel.row import RowLinear, RowSequenceLinear
+from mpipar.layers.parallel.row import RowLinear
+from mpipar.layers.parallel.sequence import ColumnSequenceLinear, RowSequenceLinear
 
 
 class Linears(dict[str, type[Linear]]):

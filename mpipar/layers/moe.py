@@ -62,7 +62,7 @@ class Router:
                 (self.experts,),
                 fill=0.0,
                 decay=False,
-                rule="signs",
+                role="signs",
             )
             self.params.append(self.bias)
 

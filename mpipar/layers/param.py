@@ -12,6 +12,7 @@ import numpy as np
 from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.groups import Comms
 from mpipar.errors import UsageError
+from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Dtype
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) on each dimension of a tensor, without padding
@@ -32,10 +33,12 @@ ALONE = Copies()
 
 
 class ParamContext(Protocol):
-    """What a Param needs from a `Context`."""
+    """What a Param and a linear layer need from a `Context`."""
 
     @property
     def comms(self) -> Comms: ...
+    @property
+    def ops(self) -> Ops: ...
 
 
 class Param:
@@ -48,9 +51,10 @@ class Param:
     from instead. decay: whether weight decay applies, as it does to matrices and embeddings, but
     not to biases and norms. partial_groups: groups whose ranks each compute a part of the gradient.
     copies: see `Copies`. multiple: the length of a shard is a multiple of
-    this on each dimension that is cut, padded with zeros. rule: which of an optimizer's rules
-    updates it, see `train.optim`. axes: of a hidden matrix, what each dimension is: i inputs, o
-    outputs, s one of several matrices that are side by side; "" for all others.
+    this on each dimension that is cut, padded with zeros. role: numbers, matrices or signs, which
+    determines its update rule, see `config.train.OPTIMIZERS`. axes: of a hidden matrix, what each
+    dimension is: i inputs, o outputs, s one of several matrices that are side by side; "" for all
+    others.
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
     backward pass. The last one is the data group, whose ranks read different data. copy_groups: the
@@ -79,7 +83,7 @@ class Param:
         partial_groups: tuple[str, ...] = (),
         copies: Copies = ALONE,
         multiple: int = 1,
-        rule: str = "numbers",
+        role: str = "numbers",
         axes: str = "",
     ) -> None:
         grid = context.comms.grid
@@ -88,7 +92,7 @@ class Param:
         self.placement = dict(placement or {})
         assert len({*self.placement.values()}) == len(self.placement), (name, placement)
         self.std, self.multiple, self.axes = std, multiple, axes
-        self.rule = "matrices" if axes else rule
+        self.role = "matrices" if axes else role
         self.fill = fill
         self.decay = decay
         replicas = grid.remaining_group("tp", self.placement)

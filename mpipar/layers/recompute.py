@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from mpipar.layers.stash import Layer, Stash
 
 if TYPE_CHECKING:
-    from mpipar.comm.record import Recorder
+    from mpipar.comm.recorder import Recorder
     from mpipar.ops.signature import Array
 
 

@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 
 from mpipar.config.model import ModelConfig
-from mpipar.layers.attention import Attention, Rotation
+from mpipar.layers.attention import Attention
 from mpipar.layers.context import Context
 from mpipar.layers.embedding import EMBEDDINGS
 from mpipar.layers.ffn import FFNS, FeedForward
@@ -22,14 +22,21 @@ from mpipar.layers.linears import LINEARS
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.moe import MixtureOfExperts
 from mpipar.layers.norm import NORMS, Norm, Residual
-from mpipar.layers.parallel.column import ColumnLinear, ColumnSequenceLinear
+from mpipar.layers.parallel.column import ColumnLinear
 from mpipar.layers.parallel.linear import Linear
 from mpipar.layers.parallel.ring_linears import ColumnRingLinear, RowRingLinear
-from mpipar.layers.parallel.row import RowLinear, RowSequenceLinear
-from mpipar.layers.parallel.tokens import SequenceShardedTokens
+from mpipar.layers.parallel.row import RowLinear
+from mpipar.layers.parallel.sequence import (
+    ColumnSequenceLinear,
+    RowSequenceLinear,
+    SequenceShardedTokens,
+)
 from mpipar.layers.param import ALONE, Param
+from mpipar.layers.recompute import ActivationRecompute
+from mpipar.layers.rotation import Rotation
 from mpipar.layers.stash import Layer
-from mpipar.models.stage import PipelineStage, stage_parts
+from mpipar.models.split import stage_parts
+from mpipar.models.stage import PipelineStage
 
 STD = 0.02  # GPT-2's standard deviation of initial weights
 ENTRY = "embedding"  # what the first stage holds before its blocks
@@ -209,12 +216,12 @@ class Stage(PipelineStage):
         blocks, is_first, is_last = stage_parts(stage, stage_layers)
         params_of_other_stages = set(tables)
         rotation = Rotation(context.ops, config) if config.positions == "rope" else None
-        units = context.blocks(
-            lambda context, index: BLOCKS[config.block_kind(index)](
-                context, config, index, rotation
-            ),
-            blocks,
-        )
+        units = [
+            BLOCKS[config.block_kind(index)](context, config, index, rotation) for index in blocks
+        ]
+        if context.recompute_blocks:
+            recorder = context.comms.recorder
+            units = [[ActivationRecompute(layers, recorder)] for layers in units]
         loss = None
         if is_first:
             table = shared_table(context, TOKENS, config, tables)

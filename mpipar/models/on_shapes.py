@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.model import ModelConfig
 from mpipar.layers.context import Context
 from mpipar.layers.flat import FlatParams

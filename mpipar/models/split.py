@@ -66,3 +66,10 @@ def even_split(units: UnitFlops, ranks: Sequence[Split]) -> Split:
         split[stage] += 1
         flops[stage] += sum(units.blocks) / len(units.blocks)
     return tuple(split)
+
+
+def stage_parts(stage: int, stage_layers: Split) -> tuple[range, bool, bool]:
+    """Return (block indices of a stage, whether it is the first, whether it is the last)."""
+    first = sum(stage_layers[:stage])
+    blocks = range(first, first + stage_layers[stage])
+    return blocks, stage == 0, stage == len(stage_layers) - 1

@@ -112,10 +112,3 @@ class PipelineStage:
     def _last_first(self) -> Iterator[tuple[int, Sequence[Layer]]]:
         """Return (unit, its layers) from the last unit to the first."""
         return reversed(list(enumerate(self.units)))
-
-
-def stage_parts(stage: int, stage_layers: tuple[int, ...]) -> tuple[range, bool, bool]:
-    """Return (block indices of a stage, whether it is the first, whether it is the last)."""
-    first = sum(stage_layers[:stage])
-    blocks = range(first, first + stage_layers[stage])
-    return blocks, stage == 0, stage == len(stage_layers) - 1

@@ -22,10 +22,10 @@ from mpipar.pipeline.instructions import (
     Schedule,
     ScheduleError,
     is_compute,
-    lower,
     neighbours,
     parts,
 )
+from mpipar.pipeline.lowering import lower
 from mpipar.pipeline.placements import PLACEMENTS
 
 NEEDED = {"B": "F", "I": "F", "W": "I"}  # the pass of the stage and microbatch that must run before

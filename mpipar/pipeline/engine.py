@@ -12,20 +12,21 @@ points messages progress, and the sum of a unit's gradients starts as soon as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpipar.layers.stash import Stash
 from mpipar.pipeline.check import check_lanes
 from mpipar.pipeline.instructions import Instr, Message, Schedule, neighbours, parts
+from mpipar.pipeline.lowering import forward_only
 
 if TYPE_CHECKING:
     from mpipar.comm.group import Comm, Pending
-    from mpipar.comm.record import Recorder
+    from mpipar.comm.recorder import Recorder
     from mpipar.layers.parallel.kv_cache import KVCache
     from mpipar.layers.stash import Batch
+    from mpipar.models.stage import PipelineStage
     from mpipar.ops.functions import Ops
     from mpipar.ops.signature import Array
 
@@ -33,22 +34,6 @@ Key = tuple[int, int]  # stage, microbatch
 
 FORWARD_ONLY = "eval"  # the phase, and the kind of the spans, of passes without a backward
 NAME_OF = {"F": "activations", "B": "gradients"}
-
-
-def forward_only(schedule: Schedule, mbs: Collection[int]) -> Schedule:
-    """Return the forward passes of a schedule on some of its microbatches, in its order.
-
-    Evaluation and generation run them.
-    """
-    programs = tuple(
-        tuple(
-            instr._replace(kind="F", stage_b=-1, mb_b=-1)
-            for instr in program
-            if instr.kind in ("F", "OVERLAP_F_B") and instr.mb in mbs
-        )
-        for program in schedule.programs
-    )
-    return replace(schedule, programs=programs)
 
 
 def last_backwards(program: Sequence[Instr]) -> set[Instr]:
@@ -61,19 +46,6 @@ def last_backwards(program: Sequence[Instr]) -> set[Instr]:
     return set(last.values())
 
 
-class Stage(Protocol):
-    """A stage that the engine can run: a run of layers, such as `models.stage.PipelineStage`.
-
-    Each pass takes the engine, and calls its `enter` and `leave` around each of the stage's units.
-    """
-
-    def in_shape(self, batch: Batch) -> tuple[int, ...]: ...
-    def forward(self, x: Array, stash: Stash, engine: Engine, /) -> Array: ...
-    def backward(self, dy: Array, stash: Stash, engine: Engine, /) -> Array: ...
-    def backward_input(self, dy: Array, stash: Stash, engine: Engine, /) -> Array: ...
-    def backward_weight(self, stash: Stash, engine: Engine, /) -> None: ...
-
-
 class Gradients(Protocol):
     """What sums gradients over ranks, such as `train.gradsync.GradSync`."""
 
@@ -83,17 +55,8 @@ class Gradients(Protocol):
     def test(self) -> None: ...
 
 
-class Weights(Protocol):
-    """What gathers weights before a pass reads them, such as `train.zero.FullyShardedUnits`."""
-
-    def enter(self, passing: Instr, unit: int) -> None: ...
-    def leave(self, passing: Instr, unit: int) -> None: ...
-    def unshard(self, stage: int) -> None: ...
-    def reshard(self, stage: int) -> None: ...
-
-
 class WholeWeights:
-    """Weights that every rank holds whole, so there is nothing to gather."""
+    """Weights that every rank holds whole; `train.zero.FullyShardedUnits` gathers them instead."""
 
     def enter(self, passing: Instr, unit: int) -> None: ...
     def leave(self, passing: Instr, unit: int) -> None: ...
@@ -104,7 +67,7 @@ class WholeWeights:
 class Engine:
     """Executes programs over the stages that this rank holds.
 
-    stages: {stage: Stage}. comm: the pipeline group. gradsync: is
+    stages: {stage: PipelineStage}. comm: the pipeline group. gradsync: is
     told when the gradients of a unit, or of a stage, are complete on this rank. weights: is told
     when a pass enters and leaves a unit, see `train/zero.py`.
     """
@@ -112,12 +75,12 @@ class Engine:
     def __init__(
         self,
         ops: Ops,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, PipelineStage],
         schedule: Schedule,
         comm: Comm,
         recorder: Recorder,
         gradsync: Gradients,
-        weights: Weights,
+        weights: WholeWeights,
     ):
         self.ops, self.stages, self.schedule = ops, stages, schedule
         self.comm, self.recorder, self.gradsync = comm, recorder, gradsync

@@ -1,10 +1,9 @@
-"""The instructions of a schedule, who sends what to whom, and the lowering to sends and receives.
+"""The instructions of a schedule, and who sends what to whom.
 
 The instructions are those of torch.distributed.pipelining, and so is their text form: 2F0 = stage
 2, forward, microbatch 0.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
@@ -76,11 +75,6 @@ class Schedule:
         for stage, pp_rank in enumerate(self.stage_to_rank):
             held[pp_rank].append(stage)
         return tuple(map(tuple, held))
-
-    @property
-    def one_stage_each(self) -> bool:
-        """Whether each rank holds exactly one stage, so that the rank identifies it."""
-        return self.num_stages == self.pp_size
 
 
 class ScheduleError(UsageError):
@@ -162,53 +156,3 @@ def neighbours(schedule: Schedule, instr: Instr) -> tuple[list[Message], list[Me
             if gives and 0 <= behind <= last:
                 given.append(Message(direction, behind, mb, pp_rank[stage], pp_rank[behind]))
     return taken, given
-
-
-def receives(schedule: Schedule, instr: Instr) -> list[Instr]:
-    """Return the receives that a pass waits for; none where the producer is on the same rank."""
-    return [message.receive for message in neighbours(schedule, instr)[0] if message.is_remote]
-
-
-def sends(schedule: Schedule, instr: Instr) -> list[Instr]:
-    """Return the sends of a pass's result; none where the consumer is on the same rank."""
-    return [message.send for message in neighbours(schedule, instr)[1] if message.is_remote]
-
-
-def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
-    """Return the program of pp_rank with wire instructions, which the engine runs.
-
-    A receive is posted one compute instruction before the one that needs it, so that its data can
-    arrive meanwhile. A send directly follows the pass that produces its data. Both are
-    non-blocking: only a compute instruction waits, and only for its own receives. The peers'
-    programs follow from the same rule, so nothing is negotiated at run time.
-    """
-    program = schedule.programs[pp_rank]
-    ahead = iter([receives(schedule, instr) for instr in program if is_compute(instr)])
-    lowered = list(next(ahead, []))
-    for instr in program:
-        if is_compute(instr):
-            lowered += next(ahead, [])
-        lowered.append(instr)
-        lowered += sends(schedule, instr)
-    return lowered
-
-
-def with_weights_kept(program: Sequence[Instr]) -> list[Instr]:
-    """Return a program that gathers each stage's weights once and releases them at the end.
-
-    UNSHARD comes before a stage's first pass that reads weights and RESHARD after the last one. W
-    reads none.
-    """
-    places: dict[int, list[int]] = {}
-    for place, instr in enumerate(program):
-        for kind, stage, _ in parts(instr):
-            if kind in ("F", "B", "I"):
-                places.setdefault(stage, []).append(place)
-    found = []
-    for place, instr in enumerate(program):
-        found += [Instr("UNSHARD", stage) for stage, all_of in places.items() if all_of[0] == place]
-        found.append(instr)
-        found += [
-            Instr("RESHARD", stage) for stage, all_of in places.items() if all_of[-1] == place
-        ]
-    return found

@@ -24,7 +24,7 @@ import numpy as np
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.run import PROMPT
 from mpipar.config.text import printable
 from mpipar.errors import EXIT_OK, DataError, NonFiniteError, UsageError, broken

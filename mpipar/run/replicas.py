@@ -21,7 +21,6 @@ from mpipar.layers.param import Param
 from mpipar.ops.signature import Array
 from mpipar.run.checkpoint.state import place_among_copies
 from mpipar.run.process.consistency import ranges
-from mpipar.train.optim import TITLES
 from mpipar.train.worker import Worker
 
 DRIFT = (
@@ -128,7 +127,7 @@ class Replicas:
         If no two ranks differ after all, the reduction that said so was wrong.
         Comm: see `check`.
         """
-        found = []
+        found, titles = [], {"master": "weights", **self.worker.optimizer.kinds}
         facts = all_gather_objects(self.worker.mpi_world, [mine.get(piece) for piece in drifted])
         for (kind, name, shard), *held in zip(drifted, *facts, strict=True):
             parts = sorted(
@@ -140,7 +139,7 @@ class Replicas:
             )
             sides = " unlike ".join(f"rank{'s' * (len(one) > 1)} {ranges(one)}" for one in parts)
             cut = f" (shard {shard})" if (kind, name, 1) in self.places else ""
-            what = f"{TITLES[kind.split('.')[0]]} of {name}{cut}"
+            what = f"{titles[kind.split('.')[0]]} of {name}{cut}"
             if len(parts) > 1:
                 found.append((len(parts[0]), f"{what}: {sides}"))
         if not found:

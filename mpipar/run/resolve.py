@@ -32,7 +32,7 @@ from mpipar.pipeline.schedules.catalog import FAMILIES, LIMITS, Limit, num_stage
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.weight_files import check_digests
-from mpipar.run.data import rows
+from mpipar.run.data import parts
 from mpipar.run.data.prepared import is_dataset, read_dataset
 from mpipar.run.data.token_file import fingerprint, pieces_of
 from mpipar.run.data.tokenizer import (
@@ -219,8 +219,8 @@ class Inputs:
         self.train_part = self.held_out = None
 
         def read_data(config):
-            parts, self.what = rows.load(config, thorough=host_rank == 0)
-            self.train_part, self.held_out = parts
+            found, self.what = parts.load(config, thorough=host_rank == 0)
+            self.train_part, self.held_out = found
 
         def read_text(config):
             if self.train_part is not None:  # whether a prompt is text depends on the data

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from mpipar.comm.grid import Grid
 from mpipar.comm.objects import gather_objects
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.run import TEMPERATURE, trace_steps, traced_steps
 from mpipar.config.text import counted, one_line, quoted
 from mpipar.errors import (
@@ -33,7 +33,7 @@ from mpipar.run.console.output import (
     tensorboard_problems,
     watched,
 )
-from mpipar.run.data import rows
+from mpipar.run.data import parts, rows
 from mpipar.run.data.tokenizer import BYTE_VOCABULARY
 from mpipar.run.files.settings import to_toml
 from mpipar.run.folder import (
@@ -53,10 +53,10 @@ from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
 from mpipar.run.resolve import Inputs, compare_inputs
 from mpipar.run.trace.tracer import Tracer
+from mpipar.train import checks
 from mpipar.train.build import configured_schedule
-from mpipar.train.gradsync import StepVotes
 from mpipar.train.optim import warm_up_notes
-from mpipar.train.worker import Worker
+from mpipar.train.worker import StepVotes, Worker
 
 
 class Run:
@@ -182,7 +182,7 @@ class Run:
             events = self.files.enter_context(closing(Events(self.folder, self.first)))
             metrics, self.evaluations = [*metrics, events], [*self.evaluations, events]
         self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics)
-        held_out = rows.evaluated(self.inputs.held_out, config)
+        held_out = parts.evaluated(self.inputs.held_out, config)
         self.held_out = rows.Rows(self.worker.ops, held_out, config, self.grid)
         self.saver = Saver(
             self.worker,
@@ -295,8 +295,8 @@ class Run:
         """
         every, outer = self.config.run.check_replicas, self.worker.outer
         if every and (
-            now  # or where islands meet, if a multiple of `every` is not further back
-            or (outer.meets(step) and step % every < outer.interval)
+            now  # or where all ranks share weights, if a multiple of `every` is not further back
+            or (self.worker.meets(step) and step % every < outer.interval)
         ):
             self.replicas.check(step)
             self.metrics.skip()
@@ -319,10 +319,10 @@ class Run:
         """Return (mean held-out loss, number of tokens); evaluations.jsonl gets them too.
 
         The loss depends on the weights alone, and nothing changes that a step reads.
-        Comm: that of `Worker.evaluate`.
+        Comm: that of `checks.evaluate`.
         """
         start = perf_counter()
-        loss, count = self.worker.evaluate(self.held_out)
+        loss, count = checks.evaluate(self.worker, self.held_out)
         seconds = perf_counter() - start
         line = {"step": step, "held_out_loss": loss, "tokens": count, "seconds": seconds}
         for file in self.evaluations:
@@ -371,10 +371,10 @@ class Run:
 
         All lines so far are written first, so that what precedes a checkpoint never needs its steps
         repeated, and weights that are not finite are refused.
-        Raises OutputError on every rank. Comm: that of `flush`, `Worker.check_weights` and `Saver`.
+        Raises OutputError on every rank. Comm: that of `flush`, `check_weights` and `Saver`.
         """
         self.flush()
-        self.worker.check_weights(self.last)
+        checks.check_weights(self.worker, self.last)
         self.saver.save(step)
 
     def keep_folder(self) -> None:
@@ -471,7 +471,7 @@ class Run:
         inputs, vocab_size = self.inputs, self.config.model.vocab_size
         # With more ids, a table of pairs would fill the memory.
         if inputs.tokenizer.is_bytes and vocab_size <= BYTE_VOCABULARY:
-            bar = rows.bigram_loss(inputs.train_part, inputs.held_out[: count + 1], vocab_size)
+            bar = parts.bigram_loss(inputs.train_part, inputs.held_out[: count + 1], vocab_size)
             self.log(
                 f"\nbyte-bigram model of the same split: {bar:.4f}; the decoder is"
                 f" {abs(bar - loss):.4f} nats {'better' if loss < bar else 'worse'}"

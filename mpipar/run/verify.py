@@ -13,7 +13,7 @@ import numpy as np
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.grid import GridConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import MemoryConfig

@@ -10,32 +10,39 @@ from typing import TYPE_CHECKING
 
 from mpipar.comm.grid import ISLAND, Grid
 from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.comm.transport import Options
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ModelConfig
 from mpipar.config.sections import Config
-from mpipar.config.train import MemoryConfig
-from mpipar.layers.context import Context, recompute_options
+from mpipar.config.train import OPTIMIZERS, MemoryConfig
+from mpipar.layers.context import Context, layer_options
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Copies, Param
 from mpipar.models.decoder import Stage
 from mpipar.ops.functions import Ops
 from mpipar.pipeline.csv_format import read_csv
-from mpipar.pipeline.engine import Weights, WholeWeights
-from mpipar.pipeline.instructions import Instr, Schedule, lower, with_weights_kept
+from mpipar.pipeline.engine import WholeWeights
+from mpipar.pipeline.instructions import Instr, Schedule
+from mpipar.pipeline.lowering import lower, with_weights_kept
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.train.gradsync import GradSync
 from mpipar.train.muon import Muon
-from mpipar.train.optim import AdamW, Sgd, Signs, rules_of
-from mpipar.train.zero import UNITS, ReduceScatterGradSync, ShardedFlatParams, ShardedGradSync
+from mpipar.train.optim import AdamW, Sgd, Signs
+from mpipar.train.zero import (
+    FullyShardedUnits,
+    ReduceScatterGradSync,
+    ReshardAfterStep,
+    ShardedFlatParams,
+    ShardedGradSync,
+)
 
 if TYPE_CHECKING:
     from mpipar.comm.groups import World
 
 
-# What updates parameters, by name.
-RULES: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW, "muon": Muon, "signs": Signs}
+# The update rules of flat buffers, by name.
+UPDATES: dict[str, type[Sgd]] = {"sgd": Sgd, "adamw": AdamW, "muon": Muon, "signs": Signs}
 
 
 def configured_schedule(grid_config: GridConfig) -> Schedule:
@@ -111,10 +118,10 @@ def stages_of(
     bucket = config.train.bucket_bytes // ops.accum_dtype.itemsize
     sharded = partial(ShardedFlatParams, level=memory.zero, bucket=bucket)
     make_flat = sharded if memory.zero else FlatParams
-    rules = rules_of(config.train.optimizer)
+    rules = OPTIMIZERS[config.train.optimizer]
     tied = Copies(("tie",) if schedule.num_stages > 1 else (), schedule.stage_to_rank[0] == pp_rank)
     context = Context(
-        ops, comms, **recompute_options(config), make_flat=make_flat, rules=rules, tied=tied
+        ops, comms, **layer_options(config), make_flat=make_flat, rules=rules, tied=tied
     )
     tables: dict[str, Param] = {}
     return {
@@ -125,11 +132,10 @@ def stages_of(
 
 def gradient_sums(memory: MemoryConfig) -> type[GradSync[FlatParams]] | type[ReduceScatterGradSync]:
     """Return the class that sums gradients, as --zero says."""
-    if memory.zero == 3:
-        return ShardedGradSync
-    return ReduceScatterGradSync if memory.zero else GradSync
+    return {0: GradSync, 1: ReduceScatterGradSync, 3: ShardedGradSync}[memory.zero]
 
 
-def gathered_weights(memory: MemoryConfig, ops: Ops, stages: dict[int, Stage]) -> Weights:
+def gathered_weights(memory: MemoryConfig, ops: Ops, stages: dict[int, Stage]) -> WholeWeights:
     """Return what makes weights whole before a pass reads them, as the memory settings say."""
-    return UNITS[memory.reshard_after_forward](ops, stages) if memory.zero == 3 else WholeWeights()
+    kind = ReshardAfterStep if memory.keeps_gathered else FullyShardedUnits
+    return kind(ops, stages) if memory.zero == 3 else WholeWeights()

@@ -1,4 +1,4 @@
-"""Gradient synchronization: sums over groups, the global norm, clipping, and the loss scale.
+"""Gradient synchronization: sums over groups, the global norm and clipping.
 
 Each stage has a flat buffer of gradients for each set of groups over which they are partial. Most
 are partial over the data group only, the ranks that read different tokens (dp x cp). These are
@@ -14,16 +14,14 @@ Where gradients are sharded over the data group, `train/zero.py` sums them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar, cast
+from collections.abc import Mapping
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 
 from mpipar.comm.group import Pending
 from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
-from mpipar.config.run import RunConfig
+from mpipar.comm.recorder import Recorder
 from mpipar.layers.flat import FlatParams
 from mpipar.models.stage import PipelineStage
 from mpipar.ops.functions import Ops
@@ -82,14 +80,12 @@ class GradSync(Generic[Flat]):
         self.started.add((stage, unit))
         with self.recorder.at("sync"):
             for flat in self.flats_of[stage]:
-                data = self.comms[flat.groups[-1]]
                 for bucket in self.buckets(flat, unit):
-                    self.pending.append(data.iall_reduce(bucket, "grads.bucket"))
+                    self.pending.append(flat.group.iall_reduce(bucket, "grads.bucket"))
 
     def buckets(self, flat: Flat, unit: int) -> list[Array]:
         """Return the parts of a unit's gradients that are summed as soon as they are complete."""
-        alone = self.comms[flat.groups[-1]].size == 1
-        if alone or len(flat.groups) > 1 or unit not in flat.units:
+        if flat.group.size == 1 or flat.further_groups or unit not in flat.units:
             return []
         run = flat.units[unit]
         firsts = range(run.start, run.stop, self.bucket)
@@ -97,7 +93,7 @@ class GradSync(Generic[Flat]):
 
     def post_late(self, flat: Flat) -> None:
         """Post a buffer's sums over the data group after all others. Comm: one all_reduce."""
-        self.pending.append(self.comms[flat.groups[-1]].iall_reduce(flat.grad, "grads.late"))
+        self.pending.append(flat.group.iall_reduce(flat.grad, "grads.late"))
 
     def finish(self) -> None:
         """Return when every gradient, or this rank's piece of it, is the sum over all its groups.
@@ -105,13 +101,13 @@ class GradSync(Generic[Flat]):
         Comm: that of `post_late` for each flat buffer with further groups; then, for each of its
         sums, one all_reduce over each of these groups.
         """
-        further = [flat for flat in self.flats if len(flat.groups) > 1]
+        further = [flat for flat in self.flats if flat.further_groups]
         for flat in further:
             self.post_late(flat)
         self.wait()
         for flat in further:
             for summed in flat.reduced_grads:
-                for group in flat.groups[:-1]:
+                for group in flat.further_groups:
                     self.comms[group].all_reduce(summed, f"grads.{group}")
 
     def wait(self) -> None:
@@ -130,10 +126,6 @@ class GradSync(Generic[Flat]):
         for flat in self.flats:
             self.ops.fill(flat.grad, 0)
 
-    def counts(self, flat: Flat) -> bool:
-        """Return whether this rank counts a buffer's sums: one rank of the data group does."""
-        return self.comms[flat.groups[-1]].index == 0
-
     def square_sums(self) -> list[tuple[Array, bool]]:
         """Return (sum of squares, whether it counts in the norm) of each part of the gradients.
 
@@ -143,9 +135,9 @@ class GradSync(Generic[Flat]):
         first one adds up its squares.
         """
         return [
-            (self.ops.square_sum(flat.reduced_grads[segment][place]), owned and self.counts(flat))
+            (self.ops.square_sum(flat.reduced_grads[piece][run]), counts)
             for flat in self.of_loss
-            for owned, segment, place in flat.norm_runs
+            for counts, piece, run in flat.norm_runs
         ]
 
     def unscale(self, loss_scale: float) -> None:
@@ -169,11 +161,6 @@ def masked_contribution(value: float, counts: bool) -> float:
     return value if counts or not math.isfinite(value) else 0.0
 
 
-def masked_sum(parts: Iterable[tuple[float, bool]]) -> float:
-    """Return the sum of what a rank adds for parts: (value, whether it counts)."""
-    return sum(masked_contribution(value, counts) for value, counts in parts)
-
-
 def all_reduce_scalars(
     ops: Ops, comms: Comms, values: list[float], name: str, group: str = "world"
 ) -> list[float]:
@@ -185,82 +172,3 @@ def all_reduce_scalars(
         return values
     x = ops.asarray(np.array(values, dtype=np.float64))
     return [float(value) for value in ops.to_host(comms[group].all_reduce(x, name))]
-
-
-@dataclass(frozen=True)
-class StepVotes:
-    """One rank's votes in a step and, after the all-reduce, the decision that all ranks act on.
-
-    stop, save: whether this rank asks for it; decision: whether any rank does. written: whether
-    this rank has written its part of a checkpoint in the background; decision: whether every rank
-    has. Islands decide for themselves, and act only where they meet.
-    """
-
-    stop: bool = False
-    save: bool = False
-    written: bool = False
-
-
-class Decision(NamedTuple):
-    """What becomes of a step.
-
-    update: its number among the updates: a skipped step uses up no warm-up. scale: of its backward
-    pass, None where nothing is scaled. skipped: whether the weights stay as they are, because
-    gradients overflowed.
-    """
-
-    update: int
-    scale: float | None
-    skipped: bool
-
-
-class LossScale:
-    """The factor of a float16 loss, without which most gradients would round to zero.
-
-    The smallest float16 number is 6e-8. The loss is multiplied by a power of two before the
-    backward pass, and the summed gradients are divided by it. If any rank finds a gradient that is
-    not finite, all ranks skip the step. Source: Micikevicius et al., arXiv 1710.03740; factors and
-    interval are those of PyTorch's GradScaler.
-
-    `value` halves after a step that overflowed and doubles after `interval` good ones. It is the
-    same on every rank, because `decide` gets the same norm on all of them. dynamic: false for
-    types with the range of float32, whose scale stays 1. skipped: number of steps so far without an
-    update.
-    """
-
-    FIRST, INTERVAL = 2.0**16, 2000  # PyTorch's
-    SMALLEST = 1.0  # the scale is not to blame for gradients that still overflow at this value
-
-    def __init__(self, run: RunConfig):
-        self.dynamic = run.dtype == "float16"
-        self.value: float = (run.loss_scale or self.FIRST) if self.dynamic else 1.0
-        self.interval = self.INTERVAL
-        self.good = self.skipped = 0
-
-    def decide(self, step: int, norm: float) -> Decision:
-        """Return what becomes of a step with this gradient norm, and adapt the scale.
-
-        A step whose gradients are not finite is skipped only if a smaller scale could help it.
-        """
-        if not self.dynamic:
-            return Decision(step, None, False)
-        overflow = not math.isfinite(norm)
-        decided = Decision(step - self.skipped, self.value, overflow and self.value > self.SMALLEST)
-        self.good = 0 if overflow else self.good + 1
-        if overflow:
-            self.value, self.skipped = self.value / 2, self.skipped + 1
-        elif self.good == self.interval:
-            self.value, self.good = self.value * 2, 0
-        return decided
-
-    def state(self) -> dict[str, float]:
-        """Return everything that later steps depend on, for a checkpoint."""
-        return {"value": self.value, "good": self.good, "skipped": self.skipped}
-
-    def restore(self, state: dict[str, float]) -> None:
-        """Continue from what `state` returned."""
-        self.value, self.good, self.skipped = (
-            state["value"],
-            int(state["good"]),
-            int(state["skipped"]),
-        )

@@ -28,7 +28,6 @@ from typing import ClassVar
 
 from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.groups import Comms
-from mpipar.comm.record import wire_bytes
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams, shared_run
 from mpipar.layers.param import Param
@@ -69,18 +68,8 @@ class Unit:
             for letter, run in groupby(axes, itemgetter(0))
         }
         self.count = self.sizes.get("s", 1)
-        self.low, self.high = sorted((self.sizes["i"], self.sizes["o"]))
-        self.flops = self.count * STEPS * (4 * self.low**2 * self.high + 2 * self.low**3)
-
-    @property
-    def gram_sides(self) -> tuple[int, int]:
-        """The rows of a Gram matrix that a sum over the parts gives, and the side that is cut."""
-        lead = len(self.param.axes) - len(self.shape)
-        cut = [self.param.axes[axis] for axis in self.param.placement.values() if axis >= lead]
-        sides = self.low, self.high  # remaining_group, or by ZeRO alone
-        if cut:
-            sides = self.sizes["i" if cut[0] == "o" else "o"], self.sizes[cut[0]]
-        return sides
+        low, high = sorted((self.sizes["i"], self.sizes["o"]))
+        self.flops = self.count * STEPS * (4 * low**2 * high + 2 * low**3)
 
     def routes(self, peer: int, k: int, places: Places) -> Iterator[Route]:
         """Yield the Routes of what the ranks at some places update, for unit number k."""
@@ -102,9 +91,8 @@ class Unit:
 
     def matrices(self, whole: Array) -> list[Array]:
         """Return its matrices as views of an array of its shape."""
-        x = whole.reshape(tuple(self.sizes.values()))
-        if self.count == 1:
-            return [x.reshape(x.shape[:1] + x.shape[-1:])]
+        first, *_, last = self.sizes.values()
+        x = whole.reshape(first, self.count, last)
         return [x[:, number] for number in range(self.count)]
 
 
@@ -129,7 +117,7 @@ def orthogonalized(ops: Ops, x: Array) -> Array:
 class Muon(Sgd):
     """The rule of hidden matrices; see the head of this file."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("momentum",)
+    kinds: ClassVar[dict[str, str]] = {"momentum": "momentum"}
 
     def __init__(self, ops: Ops, flats: Sequence[FlatParams], config: TrainConfig, comms: Comms):
         super().__init__(ops, flats, config, comms)
@@ -140,7 +128,12 @@ class Muon(Sgd):
         self.own = [k for k, home in enumerate(self.homes) if home == self.comm.index]
         views = list(self.views())
         self.parts = [(self.homes[k], view) for k, view in views]
-        self.sent = [(self.homes[k], view) for k, view in views if self.is_source(k)]
+        # Of copies, one rank sends its part home.
+        self.sent = [
+            (self.homes[k], view)
+            for k, view in views
+            if self.source(k, self.places(self.units[k].groups, self.comm.index)) == self.comm.index
+        ]
         self.arriving = list(self.all_sources())
         self.leaving = list(self.all_holders())
 
@@ -177,18 +170,13 @@ class Muon(Sgd):
         home = replace(self.grid, world_rank=self.comm.ranks[self.homes[k]])
         return self.comm.ranks.index(home.rank_at(**places))
 
-    def is_source(self, k: int) -> bool:
-        """Return whether this rank, which holds a part of a unit, is the one that sends it."""
-        own = self.comm.index
-        return self.source(k, self.places(self.units[k].groups, own)) == own
-
     def views(self) -> Iterator[tuple[int, Array]]:
         """Yield (unit, view) of what this rank updates: gradients that become updates."""
         for k, unit in enumerate(self.units):
             if self.places(unit.at, self.comm.index) == unit.at:
                 for first, values in unit.flat.parts(unit.param, unit.flat.reduced_grads):
-                    run = shared_run(unit.run, slice(first, first + values.size))
-                    if run is not None:
+                    held = slice(first, first + values.size)
+                    if (run := shared_run(unit.run, held)) is not None:
                         yield k, values[run]
 
     def all_sources(self) -> Iterator[Route]:
@@ -205,25 +193,6 @@ class Muon(Sgd):
             unit = self.units[k]
             for place in self.holders(unit):
                 yield from unit.routes(place, k, self.places(unit.groups, place))
-
-    def gram_sums(self) -> tuple[int, int, int]:
-        """Return (calls, bytes sent, FLOPs) of this rank if all matrices stayed cut: not built.
-
-        X X^T over the side that is cut is a sum of what the parts give. So the ranks that hold the
-        parts of a matrix could sum that in each step, and once its squared norm; then each goes on
-        with its part, and all of them compute the polynomial. What ZeRO shards would have to be cut
-        along the same side.
-        """
-        calls = sent = flops = 0
-        for unit in self.units:
-            if self.places(unit.at, self.comm.index) == unit.at:
-                parts = len(unit.shards) * math.prod(map(self.grid.size, unit.sharding))
-                side, other = unit.gram_sides
-                calls += unit.count * (STEPS + 1) * (parts > 1)
-                payload = (STEPS * side**2 + 1) * self.ops.accum_dtype.itemsize
-                sent += unit.count * wire_bytes("all_reduce", payload, parts)
-                flops += unit.count * STEPS * (4 * side**2 * other // parts + 2 * side**3)
-        return calls, sent, flops
 
     def prepare(self) -> None:
         """Replace the gradients of all matrices by their momentum, orthogonalized and scaled.

@@ -35,11 +35,10 @@ def report(
     ][:1]
     for number, stage in stages.items():
         for flat in stage.flats:
-            pieces = pieces_of(flat)
             own += [
                 (-number, -param.unit, f"{title} of {param.name} is not finite")
                 for param in flat.params
-                for parts in [flat.parts(param, pieces)]
+                for parts in [flat.parts(param, pieces_of(flat))]
                 if not all(np.isfinite(comms.ops.to_host(part)).all() for _, part in parts)
             ]
     facts = gather_objects(comms.mpi_inner, [comms.grid.describe(), own]) or ()

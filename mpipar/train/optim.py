@@ -12,20 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from mpipar.comm.groups import Comms
-from mpipar.config.train import TrainConfig
+from mpipar.config.train import OPTIMIZERS, TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Param
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-
-TITLES = {
-    "master": "weights",
-    "m": "first moment",
-    "v": "second moment",
-    "momentum": "momentum",
-}  # of FlatParams.state
-# By --optimizer: the rules of single numbers and of hidden matrices. Classes: `build.RULES`.
-OPTIMIZERS = {"sgd": ("sgd", "sgd"), "adamw": ("adamw", "adamw"), "muon": ("adamw", "muon")}
 
 
 class Sgd:
@@ -35,7 +26,7 @@ class Sgd:
     rule updates; it adds its moments to them.
     """
 
-    kinds: ClassVar[tuple[str, ...]] = ()  # of moments
+    kinds: ClassVar[dict[str, str]] = {}  # of moments, and what they are
 
     def __init__(self, ops: Ops, flats: Sequence[FlatParams], config: TrainConfig, comms: Comms):
         self.ops, self.flats, self.config, self.comms = ops, flats, config, comms
@@ -77,7 +68,7 @@ class Signs(Sgd):
 class AdamW(Sgd):
     """Adam with decoupled weight decay (arXiv 1711.05101), with two moments per parameter."""
 
-    kinds: ClassVar[tuple[str, ...]] = ("m", "v")
+    kinds: ClassVar[dict[str, str]] = {"m": "first moment", "v": "second moment"}
 
     def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
         config = self.config
@@ -98,12 +89,6 @@ class AdamW(Sgd):
         )
 
 
-def rules_of(optimizer: str) -> dict[str, str]:
-    """Return {rule of a Param: the rule that updates it}: numbers, hidden matrices, or its own."""
-    numbers, matrices = OPTIMIZERS[optimizer]
-    return {"numbers": numbers, "matrices": matrices, "signs": "signs"}
-
-
 class Optimizer:
     """Updates all parameters of a rank, each flat buffer by its rule.
 
@@ -118,20 +103,20 @@ class Optimizer:
         comms: Comms,
         rules: Mapping[str, type[Sgd]],
     ):
-        self.flats, self.rule_of = flats, rules_of(config.optimizer)
+        self.flats, self.rule_of = flats, OPTIMIZERS[config.optimizer]
         self.rules = {
             name: rules[name](ops, [flat for flat in flats if flat.rule == name], config, comms)
             for name in dict.fromkeys(self.rule_of.values())
         }
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The kinds of all moments."""
-        return tuple(dict.fromkeys(kind for rule in self.rules.values() for kind in rule.kinds))
+    def kinds(self) -> dict[str, str]:
+        """The kinds of all moments, and what they are."""
+        return dict(one for rule in self.rules.values() for one in rule.kinds.items())
 
     def kinds_of(self, param: Param) -> tuple[str, ...]:
         """Return the kinds of state that an update of a parameter reads and changes."""
-        return ("master", *self.rules[self.rule_of[param.rule]].kinds)
+        return ("master", *self.rules[self.rule_of[param.role]].kinds)
 
     def step(self, lr: float, step: int) -> None:
         """Update all parameters of this rank; step counts from 1.

@@ -15,25 +15,17 @@ same place of the other islands (the axis `island`), and exchanges what it updat
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple
 
 from mpipar.comm.grid import ISLAND
 from mpipar.comm.group import Pending
 from mpipar.comm.groups import Comms
-from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.train.gradsync import StepVotes, all_reduce_scalars
+from mpipar.train.gradsync import all_reduce_scalars
 
 KINDS = ("outer", "velocity")  # of moments
-
-
-def outer_copies(config: Config) -> int:
-    """Return how many numbers a rank keeps for the outer step, for each that it updates."""
-    return 0 if config.grid.islands is None else len(KINDS)
 
 
 class Outer:
@@ -58,26 +50,18 @@ class Outer:
                 self.ops.copy(outer, master)
         self.begun = True
 
-    def meets(self, step: int) -> bool:
-        """Return whether the islands meet at the end of a step."""
-        return step % self.interval == 0 or step == self.config.steps
+    def meet(self, votes: list[float]) -> list[float]:
+        """Take an outer step, and return the sums of all islands' votes.
 
-    def end(self, step: int, agreed: StepVotes) -> StepVotes:
-        """Let islands meet if it is time to; in between nothing is decided.
-
-        Comm: where they meet, that of `step`, and one all_reduce of three numbers over the islands.
+        Comm: that of `step`, and one all_reduce of three numbers over the islands.
         """
-        if not self.meets(step):
-            return StepVotes()
         recorder = self.comms.recorder
         with recorder.at("opt"):
             start = self.ops.timestamp()
             self.step()
-            stop, save, written = all_reduce_scalars(
-                self.ops, self.comms, [*map(float, astuple(agreed))], "outer.votes", ISLAND
-            )
+            sums = all_reduce_scalars(self.ops, self.comms, votes, "outer.votes", ISLAND)
             recorder.span("opt", start, end=self.ops.timestamp())
-        return StepVotes(stop > 0, save > 0, written == self.comms[ISLAND].size)
+        return sums
 
     def step(self) -> None:
         """Give all islands the new outer weights.
@@ -86,51 +70,40 @@ class Outer:
         Comm: per piece, one all_reduce over the islands; with ZeRO 1, one all_gather.
         """
         ops, islands, config = self.ops, self.comms[ISLAND], self.config
-        pending: list[Pending] = []
-        for flat in self.flats:
-            pieces = (flat.reduced_grads, *map(flat.pieces, ("data", "master", *KINDS)))
-            for number, (d, data, master, outer, v) in enumerate(zip(*pieces, strict=True)):
-                ops.copy(d, outer)
-                ops.sgd_step(d, master, 1.0)
-                ops.scale(islands.all_reduce(d, "outer.delta"), 1 / islands.size)
-                ops.accumulate(ops.scale(v, config.outer_momentum), d)
-                ops.sgd_step(outer, d, config.outer_lr)
-                ops.sgd_step(outer, v, config.outer_lr * config.outer_momentum)
-                ops.copy(master, outer)
-                pending += self.copy_to_params(flat, number, data, master)
-        for one in pending:
-            one.wait()
+        for d, master, outer, v in self.changing():
+            ops.copy(d, outer)
+            ops.sgd_step(d, master, 1.0)
+            ops.scale(islands.all_reduce(d, "outer.delta"), 1 / islands.size)
+            ops.accumulate(ops.scale(v, config.outer_momentum), d)
+            ops.sgd_step(outer, d, config.outer_lr)
+            ops.sgd_step(outer, v, config.outer_lr * config.outer_momentum)
+            ops.copy(master, outer)
         self.begun = False
-
-    def copy_to_params(
-        self, flat: FlatParams, number: int, data: Array, master: Array
-    ) -> list[Pending]:
-        """Round a changed piece to the data. Comm: with ZeRO 1, one all_gather is posted."""
-        if flat.rounds:
-            self.ops.copy(data, master)
-        return [flat.gather(number)] if flat.level == 1 else []
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Let layers read the outer weights inside the block. Comm: that of two `exchange`."""
-        if self.begun:
-            self.exchange()
-        yield
-        if self.begun:
-            self.exchange()
 
     def exchange(self) -> None:
         """Exchange the island's weights with the outer ones, by way of its gradients.
 
+        Layers read the outer weights between one call and the next.
         Comm: with ZeRO 1, one all_gather per piece.
+        """
+        for spare, master, outer, _ in self.changing() if self.begun else ():
+            self.ops.copy(spare, master)
+            self.ops.copy(master, outer)
+            self.ops.copy(outer, spare)
+
+    def changing(self) -> Iterator[tuple[Array, ...]]:
+        """Yield the gradients, master weights and two moments of each piece, to change them.
+
+        Changed weights are rounded to the data. Comm: with ZeRO 1, one all_gather per piece.
         """
         pending: list[Pending] = []
         for flat in self.flats:
-            pieces = (flat.reduced_grads, *map(flat.pieces, ("data", "master", "outer")))
-            for number, (spare, data, master, outer) in enumerate(zip(*pieces, strict=True)):
-                self.ops.copy(spare, master)
-                self.ops.copy(master, outer)
-                self.ops.copy(outer, spare)
-                pending += self.copy_to_params(flat, number, data, master)
+            pieces = (flat.reduced_grads, *map(flat.pieces, ("data", "master", *KINDS)))
+            for number, (grad, data, master, *moments) in enumerate(zip(*pieces, strict=True)):
+                yield grad, master, *moments
+                if flat.rounds:
+                    self.ops.copy(data, master)
+                if flat.level == 1:
+                    pending.append(flat.gather(number))
         for one in pending:
             one.wait()

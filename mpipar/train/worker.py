@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
+from operator import attrgetter
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from mpipar import models
 from mpipar.comm.grid import ISLAND, Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.sections import Config
 from mpipar.errors import NonFiniteError
 from mpipar.layers.parallel.kv_cache import KVCache
@@ -25,15 +25,11 @@ from mpipar.layers.stash import Batch
 from mpipar.models.on_shapes import all_params
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
-from mpipar.pipeline.engine import Engine, Key, forward_only
+from mpipar.pipeline.engine import Engine, Key
+from mpipar.pipeline.lowering import forward_only
 from mpipar.train import build, non_finite
-from mpipar.train.gradsync import (
-    LossScale,
-    StepVotes,
-    all_reduce_scalars,
-    masked_contribution,
-    masked_sum,
-)
+from mpipar.train.gradsync import all_reduce_scalars, masked_contribution
+from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import Optimizer, learning_rate
 from mpipar.train.outer import Outer
 
@@ -43,11 +39,23 @@ if TYPE_CHECKING:
 GetBatch = Callable[[int], Batch]  # the rows of a microbatch
 
 
-class HeldOut(Protocol):
-    """Held-out rows, in batches: microbatches, and how many of them count."""
+@dataclass(frozen=True)
+class StepVotes:
+    """One rank's votes in a step and, after the all-reduce, the decision that all ranks act on.
 
-    def rows_of_sweep(self) -> int: ...
-    def sweep(self) -> Iterator[tuple[list[Batch], int]]: ...
+    stop, save: whether this rank asks for it; decision: whether any rank does. written: whether
+    this rank has written its part of a checkpoint in the background; decision: whether every rank
+    has.
+    """
+
+    stop: bool = False
+    save: bool = False
+    written: bool = False
+
+    @classmethod
+    def of_sums(cls, sums: Sequence[float], ranks: int) -> StepVotes:
+        """Return the decision. sums: of the votes of so many ranks."""
+        return cls(sums[0] > 0, sums[1] > 0, sums[2] == ranks)
 
 
 @dataclass(frozen=True)
@@ -91,24 +99,22 @@ class Worker:
         start = perf_counter_ns()
         self.outer.begin()
         loss, norm, agreed = self.gradients(step, get_batch, votes)
-        decided = self.loss_scale.decide(step, norm)
-        if not math.isfinite(loss) or not (math.isfinite(norm) or decided.skipped):
-            raise self._not_finite(
+        number = step - self.loss_scale.skipped  # of the update: a skipped one uses up no warm-up
+        scale = self.loss_scale.value if self.loss_scale.dynamic else None
+        skipped = self.loss_scale.dynamic and self.loss_scale.adapt(norm)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or skipped):
+            pieces_of = attrgetter("reduced_grads")
+            raise self.not_finite(
                 f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
-                non_finite.report(
-                    self.comms,
-                    self.stages,
-                    "gradient",
-                    lambda flat: flat.reduced_grads,
-                    self.losses,
-                ),
+                non_finite.report(self.comms, self.stages, "gradient", pieces_of, self.losses),
             )
-        lr = learning_rate(self.config.train, decided.update)
-        if not decided.skipped:
-            self.update(norm, lr, decided.update)
-        agreed = self.outer.end(step, agreed)
+        lr = learning_rate(self.config.train, number)
+        if not skipped:
+            self.update(norm, lr, number)
+        sums = self.outer.meet([*map(float, astuple(agreed))]) if self.meets(step) else (0, 0, 0)
+        agreed = StepVotes.of_sums(sums, self.grid.size(ISLAND))
         seconds = (perf_counter_ns() - start) * 1e-9
-        return StepResult(step, loss, norm, lr, seconds, agreed, decided.scale, decided.skipped)
+        return StepResult(step, loss, norm, lr, seconds, agreed, scale, skipped)
 
     def update(self, norm: float, lr: float, number: int) -> None:
         """Clip gradients of this norm, and change the weights. number: of the update, from 1.
@@ -145,10 +151,10 @@ class Worker:
             self.gradsync.unscale(self.loss_scale.value)
             loss, squares = self._loss_and_squares()
             values = [loss, squares, *map(float, astuple(votes()))]
-            loss, squares, stop, save, written = all_reduce_scalars(
+            loss, squares, *sums = all_reduce_scalars(
                 self.ops, self.comms, values, "step.norm", "inner"
             )
-        agreed = StepVotes(stop > 0, save > 0, written == self.comms["inner"].size)
+        agreed = StepVotes.of_sums(sums, self.comms["inner"].size)
         return loss / self.own_tokens, math.sqrt(squares), agreed
 
     def _loss_and_squares(self) -> tuple[float, float]:
@@ -163,7 +169,7 @@ class Worker:
         self.losses = {mb: next(numbers) for mb in self.losses}
         # All tp ranks know the same loss: one of them contributes it.
         loss = masked_contribution(sum(self.losses.values()), self.comms["tp"].index == 0)
-        return loss, masked_sum((next(numbers), counts) for _, counts in parts)
+        return loss, sum(masked_contribution(next(numbers), counts) for _, counts in parts)
 
     def __init__(
         self,
@@ -199,21 +205,32 @@ class Worker:
             self.gradsync,
             build.gathered_weights(config.memory, ops, self.stages),
         )
-        self.optimizer = Optimizer(ops, self.flats, config.train, self.comms, build.RULES)
-        self.island = None if config.grid.islands is None else grid.group_rank(ISLAND)
-        self.outer: OneIsland | Outer = OneIsland()
-        if config.grid.islands is not None:
-            self.outer = Outer(ops, self.flats, self.comms, config.train)
+        self.optimizer = Optimizer(ops, self.flats, config.train, self.comms, build.UPDATES)
+        alone = config.grid.islands is None
+        self.island = None if alone else grid.group_rank(ISLAND)
+        self.outer: OneIsland | Outer = (
+            OneIsland() if alone else Outer(ops, self.flats, self.comms, config.train)
+        )
         self.loss_scale = LossScale(config.run)
         assert config.train.batch_size, "the Config is not resolved"
         self.num_tokens = config.train.batch_size * config.model.seq_len
         self.own_tokens = self.num_tokens // self.grid.size(ISLAND)  # of this rank's island
         self.losses = {}  # of the latest step here, by microbatch
 
+    def meets(self, step: int) -> bool:
+        """Return whether all ranks have the same weights after a step."""
+        return step % self.outer.interval == 0 or step == self.config.train.steps
+
     @functools.cached_property
     def all_params(self) -> list[tuple[int, Param]]:
         """(stage, Param) of every whole tensor of the model, whatever this rank holds of it."""
         return all_params(self.config.model, self.stage_layers, self.ops.table_multiple)
+
+    def not_finite(self, what: str, where: Iterable[str] = ()) -> NonFiniteError:
+        """Return the error of a run whose numbers are not finite. where: more lines."""
+        other = ", or --dtype bfloat16: float16 ends at 65504" * self.loss_scale.dynamic
+        advice = f"try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps"
+        return NonFiniteError([f"{what}; {advice}{other}", *where])
 
     def initialize(self, spread: float = 0.0) -> None:
         """Give every parameter its initial values: the same model on every layout.
@@ -232,39 +249,8 @@ class Worker:
         """Free the groups when nothing more will be sent. Comm: every rank must call it."""
         self.comms.close()
 
-    def check_weights(self, step: int) -> None:
-        """Check the weights before they are saved after `step`.
-
-        The next step's loss would show the problem too late: the latest checkpoint would be
-        useless.
-
-        Raises NonFiniteError on every rank if a weight is not finite on any.
-        Comm: one all_reduce of a number over world.
-        """
-        with self.recorder.at("check"):
-            total = sum(
-                self.ops.to_floats([self.ops.square_sum(flat.master) for flat in self.flats])
-            )
-            (total,) = all_reduce_scalars(
-                self.ops, self.comms, [masked_contribution(total, counts=False)], "check.weights"
-            )
-        if not math.isfinite(total):
-            raise self._not_finite(
-                f"step {step}: the update produced weights that are not finite: not saved",
-                non_finite.report(
-                    self.comms,
-                    self.stages,
-                    "weights",
-                    lambda flat: flat.pieces("master"),
-                    {},
-                ),
-            )
-
     def forward(
-        self,
-        mbs: Collection[int],
-        get_batch: GetBatch,
-        caches: dict[Key, KVCache] | None = None,
+        self, mbs: Collection[int], get_batch: GetBatch, caches: dict[Key, KVCache] | None = None
     ) -> dict[int, Array]:
         """Run forward passes of some microbatches; return the last stage's outputs by microbatch.
 
@@ -278,50 +264,9 @@ class Worker:
         with self.recorder.at("eval"):
             return self.engine.run(program, get_batch, training=False, caches=caches)
 
-    def evaluate(self, rows: HeldOut) -> tuple[float, int]:
-        """Return (mean loss in nats per token, number of tokens) of one sweep of held-out rows.
-
-        Of islands, the outer weights are evaluated.
-
-        It changes nothing that a step reads. The sum is the same on every layout, except for the
-        order of its terms.
-
-        Raises NonFiniteError on every rank if the loss is not finite: after the last update no
-        later step would find it.
-        Comm: one sweep of forward passes and one all_reduce over world.
-        """
-        total, count = 0.0, rows.rows_of_sweep() * self.config.model.seq_len
-        with self.outer.in_place():
-            for batches, counted in rows.sweep():
-                losses = self.forward(range(len(batches)), batches.__getitem__)
-                if self.comms["tp"].index == 0:
-                    total += sum(
-                        self.ops.to_floats([loss for mb, loss in losses.items() if mb < counted])
-                    )
-        with self.recorder.at("eval"):
-            (total,) = all_reduce_scalars(self.ops, self.comms, [total], "eval.loss")
-        if not math.isfinite(total):
-            raise self._not_finite(f"held-out loss {total / count}: the weights are useless")
-        return total / count, count
-
-    def _not_finite(self, what: str, where: Iterable[str] = ()) -> NonFiniteError:
-        """Return the error of a run whose numbers are not finite. where: more lines."""
-        return NonFiniteError(
-            [
-                f"{what}; try a smaller --lr (now {self.config.train.lr:g})"
-                " or a longer --warmup-steps"
-                + (
-                    ", or --dtype bfloat16: float16 ends at 65504"
-                    if self.loss_scale.dynamic
-                    else ""
-                ),
-                *where,
-            ]
-        )
-
 
 class OneIsland:
-    """All ranks take every step together: nothing is left to do at its end.
+    """All ranks take every step together: they have the same weights after it.
 
     begun: whether islands have taken steps since they last met. interval: steps from one meeting to
     the next.
@@ -333,14 +278,9 @@ class OneIsland:
     def begin(self) -> None:
         """Prepare for a step."""
 
-    def meets(self, step: int) -> bool:
-        """Return whether all ranks have the same weights after a step."""
-        return True
+    def meet(self, votes: list[float]) -> list[float]:
+        """Give all ranks the same weights, and return the sum of the islands' votes."""
+        return votes
 
-    def end(self, step: int, agreed: StepVotes) -> StepVotes:
-        """Finish a step; return what all ranks have decided. agreed: what this island has."""
-        return agreed
-
-    def in_place(self) -> AbstractContextManager[None]:
-        """Let layers read the weights that all ranks share inside the block."""
-        return nullcontext()
+    def exchange(self) -> None:
+        """Let layers read the weights that all ranks share, until it is called again."""

@@ -28,6 +28,7 @@ from mpipar.layers.param import Param
 from mpipar.models.stage import PipelineStage
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Dtype
+from mpipar.pipeline.engine import WholeWeights
 from mpipar.pipeline.instructions import Instr
 from mpipar.train.gradsync import GradSync
 
@@ -80,9 +81,12 @@ class ShardedFlatParams(FlatParams):
         ]  # slices of a whole buffer
         # Where these pieces are in a sharded buffer.
         self.shard_slices = consecutive_slices([own.stop - own.start for own in self.local_slices])
-        self.decay_runs = [[] for _ in self.segments]
-        for decay, segment, run in self.within_own(self.runs(attrgetter("decay"))):
-            self.decay_runs[segment].append((decay, run))
+        decays = list(self.within_own(self.runs(attrgetter("decay"))))
+        self.decay_runs = [
+            [(decay, run) for decay, segment, run in decays if segment == number]
+            for number in range(len(self.segments))
+        ]
+        # No two ranks of the data group have the same piece.
         self.norm_runs = list(self.within_own(self.runs(attrgetter("owner"))))
 
     def piece_in(self, run: slice, place: int) -> slice:
@@ -154,8 +158,7 @@ class ShardedFlatParams(FlatParams):
 
     def title(self, number: int) -> str:
         """Return the layer of a segment's first parameter, as in block3, to name a barrier."""
-        name: str = self.params_in(self.segments[number].run)[0].name
-        return name.split(".", maxsplit=1)[0]
+        return self.params_in(self.segments[number].run)[0].name.split(".", maxsplit=1)[0]
 
     def gather(self, number: int) -> Pending:
         """Start to gather a segment of whole data. Comm: one all_gather over the data group."""
@@ -173,10 +176,6 @@ class ReduceScatterGradSync(GradSync[ShardedFlatParams]):
     All ranks of a further group own the same pieces of what they sum.
     """
 
-    def counts(self, flat: ShardedFlatParams) -> bool:
-        """Return True: no two ranks of the data group have the same piece."""
-        return True
-
     def end_unit(self, stage: int, unit: int, last: bool) -> None:
         """Finish a pass. Comm: after the last one, one reduce_scatter per segment of the unit."""
         if not last:
@@ -184,7 +183,7 @@ class ReduceScatterGradSync(GradSync[ShardedFlatParams]):
         self.started.add((stage, unit))
         with self.recorder.at("sync"):
             for flat in self.flats_of[stage]:
-                for segment in flat.segments if len(flat.groups) == 1 else ():
+                for segment in () if flat.further_groups else flat.segments:
                     if segment.unit == unit:
                         grad = flat.grad[segment.run]
                         self.pending.append(self.scatter(flat, grad, "grads.bucket"))
@@ -253,7 +252,7 @@ class ShardedGradSync(ReduceScatterGradSync):
             pending.test()
 
 
-class FullyShardedUnits:
+class FullyShardedUnits(WholeWeights):
     """Gathers each unit for each pass, into one of two buffers. It is the `Weights` of an engine.
 
     A rank that holds several stages runs one pass at a time, so all its stages share the buffers.
@@ -292,12 +291,6 @@ class FullyShardedUnits:
         """Release the unit's weights: the buffer is free for another unit."""
         if passing.kind in READERS:
             self.forget(self.needs[passing.stage][unit])
-
-    def unshard(self, stage: int) -> None:
-        """Prepare a stage whose weights are kept, before its first pass that reads them."""
-
-    def reshard(self, stage: int) -> None:
-        """Release a stage, after its last pass that reads weights."""
 
     def post(self, stage: int, unit: int, room: Array) -> None:
         """Start to gather a unit into a buffer. Comm: one all_gather per segment."""
@@ -351,9 +344,6 @@ class ReshardAfterStep(FullyShardedUnits):
             del self.coming[stage, unit]
 
 
-UNITS = {"yes": FullyShardedUnits, "no": ReshardAfterStep}  # by --reshard-after-forward
-
-
 def unit_segments(stages: Stages) -> dict[int, list[Needs]]:
     """Return {stage: [(flat, number of a segment), ...] of each unit}: what its layers use."""
     homes = {
@@ -376,10 +366,7 @@ def largest(units: Iterable[Needs]) -> int:
     return max((sum(flat.lengths[number] for flat, number in needs) for needs in units), default=0)
 
 
-def views_in(room: Array, needs: Needs) -> Iterator[tuple[ShardedFlatParams, int, Array]]:
-    """Yield (flat, number of a segment, view): a unit's segments, side by side in a buffer."""
-    first = 0
-    for flat, number in needs:
-        stop = first + flat.lengths[number]
-        yield flat, number, room[first:stop]
-        first = stop
+def views_in(room: Array, needs: Needs) -> list[tuple[ShardedFlatParams, int, Array]]:
+    """Return (flat, number of a segment, view): a unit's segments, side by side in a buffer."""
+    runs = consecutive_slices([flat.lengths[number] for flat, number in needs])
+    return [(*need, room[run]) for need, run in zip(needs, runs, strict=True)]

@@ -7,8 +7,8 @@ import pytest
 from helpers import assert_all_close, assert_close
 from one_rank import loaded, logits
 
-from mpipar.layers.attention import Rotation
 from mpipar.layers.parallel.local_attention import LocalAttention
+from mpipar.layers.rotation import Rotation
 from mpipar.layers.stash import Batch
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.formats import format_of

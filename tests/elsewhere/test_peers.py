@@ -6,7 +6,7 @@ from config_helpers import changed
 from helpers import assert_all_close, assert_close
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.model import ARCHS
 from mpipar.config.resolve import resolve
 from mpipar.layers.stash import Batch

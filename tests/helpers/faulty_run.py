@@ -21,16 +21,17 @@ import numpy as np
 
 from mpipar import cli
 from mpipar.comm.group import Comm
-from mpipar.comm.transport import MpiTransport
+from mpipar.comm.mpi import MpiTransport
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
 from mpipar.run import resolve, resume, training
 from mpipar.run.checkpoint import state, weights
-from mpipar.run.data import rows
+from mpipar.run.data import parts
 from mpipar.run.data.rows import Rows
 from mpipar.run.process import mpi, watchdog
 from mpipar.run.process.session import Session, guard
 from mpipar.study import report
+from mpipar.train import checks
 from mpipar.train.gradsync import GradSync
 from mpipar.train.optim import Optimizer
 from mpipar.train.worker import Worker
@@ -209,13 +210,13 @@ PLACES = {  # where a rank goes wrong -> the owner of a function, and its name
     "optimizer": (Optimizer, "step"),
     "save": (state, "write_new"),
     "commit": (state, "put_in_place"),
-    "evaluation": (Worker, "evaluate"),
+    "evaluation": (checks, "evaluate"),
     "finalize": (Session, "finish"),
     "MPI_Finalize": (mpi, "finalize"),
 }
 BEFORE_TRAINING = {  # or without
     "init": (Session, "start"),
-    "reading the data": (rows, "load"),
+    "reading the data": (parts, "load"),
     "MPI_Init": (mpi, "initialize"),
     "prompt": (resolve, "prompt_tokens"),
     "setup": (Worker, "initialize"),
@@ -358,7 +359,7 @@ elif NAME in TWINS:
 elif NAME in BENCH:
     faulty_bench()
 elif NAME in LATE:
-    around(Worker, "evaluate", lambda plain, *given: (evaluating.append(True), plain(*given))[1])
+    around(checks, "evaluate", lambda plain, *given: (evaluating.append(True), plain(*given))[1])
     LATE[NAME]()
 else:
     FAULTS[NAME]()

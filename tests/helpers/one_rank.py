@@ -8,7 +8,7 @@ from config_helpers import changed, reading_of
 from safetensors.numpy import load_file, save_file
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve as resolve_alone
 from mpipar.config.sections import Config
 from mpipar.layers.stash import Batch

@@ -16,8 +16,9 @@ from mpipar.comm.grid import AXES, Grid
 from mpipar.comm.record import Record, Span
 from mpipar.config.model import model_config
 from mpipar.models import unit_flops
-from mpipar.models.stage import stage_parts
-from mpipar.pipeline.instructions import lower, neighbours
+from mpipar.models.split import stage_parts
+from mpipar.pipeline.instructions import neighbours
+from mpipar.pipeline.lowering import lower
 from mpipar.pipeline.schedules.catalog import make_schedule
 from mpipar.run.trace.clock import CommonClock
 from mpipar.run.trace.trace_file import (

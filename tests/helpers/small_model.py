@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.comm.transport import Options
 from mpipar.config.model import ModelConfig
 from mpipar.config.resolve import resolve

@@ -12,7 +12,7 @@ from config_helpers import changed
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest

@@ -19,7 +19,7 @@ WIRE = {
     "comm.groups",
     "comm.half_precision",
     "comm.nccl",
-    "comm.transport",
+    "comm.mpi",
     "comm.algorithms",
     "comm.algorithms.steps",
     "comm.algorithms.window",

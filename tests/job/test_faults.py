@@ -333,7 +333,7 @@ def test_a_trace_that_cannot_be_written_is_said(
     monkeypatch.setattr(trace_file, function, write)
     tracer = traced_run(tmp_path, (2, 3))
     assert not tracer.written
-    assert tracer.worker.recorder.capacity is not None, "the recorder keeps no more for ever"
+    assert tracer.worker.recorder.entries.maxlen is not None, "the recorder keeps no more for ever"
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 1
     assert "rank 0 cannot write its trace" in warnings[0]

@@ -7,7 +7,7 @@ import pytest
 from helpers import REPOSITORY, run_ranks
 from program import FAULTY, TEXT, mpipar
 
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.run.process import watchdog
 from mpipar.run.process.watchdog import Watchdog
 

@@ -22,7 +22,7 @@ from program import (
 )
 from short_runs import OFTEN, TINY, assert_same_run, evaluations, train
 
-from mpipar.run.data.rows import load
+from mpipar.run.data.parts import load
 
 TOLERANCE = 1e-10
 ONE, FOUR = (1, 1, 1), (1, 2, 2)  # layouts (dp, pp, tp); lives have the others

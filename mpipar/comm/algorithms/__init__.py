@@ -13,7 +13,7 @@ from mpipar.comm.algorithms.steps import (
     RingTransport,
 )
 from mpipar.comm.algorithms.window import WindowTransport
-from mpipar.comm.transport import MpiTransport
+from mpipar.comm.mpi import MpiTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from mpipar.comm.grid import chunk_slice
-from mpipar.comm.transport import MpiTransport, New, Options, PollingRequest, Request
+from mpipar.comm.mpi import MpiTransport, PollingRequest
+from mpipar.comm.transport import New, Options, Request
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 

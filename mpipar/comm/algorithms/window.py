@@ -30,7 +30,8 @@ import numpy as np
 
 from mpipar.comm.algorithms.steps import Posted, Steps, add, in_line
 from mpipar.comm.grid import chunk_slice
-from mpipar.comm.transport import MpiTransport, New, Options, PollingRequest, Request
+from mpipar.comm.mpi import MpiTransport, PollingRequest
+from mpipar.comm.transport import New, Options, Request
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array, Shape

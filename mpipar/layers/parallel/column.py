@@ -7,7 +7,6 @@ all-reduce adds up these partial sums.
 
 from __future__ import annotations
 
-from mpipar.layers.parallel import tokens
 from mpipar.layers.parallel.linear import Linear
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
@@ -33,34 +32,4 @@ class ColumnLinear(Linear):
     def backward_weight(self, stash: Stash) -> None:
         """Add x^T dy to dw (K, N/q), and the sum of dy to db (N/q,)."""
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
-        self.ops.matmul_tn_add_sums(x, dy, self.dw, self.db)
-
-
-class ColumnSequenceLinear(ColumnLinear):
-    """`ColumnLinear` of tokens that are divided among the ranks: y (B, T, N/q) of x (B, T/q, K).
-
-    The forward pass gathers x. In the backward pass a reduce-scatter of dx replaces the all-reduce.
-    A rank keeps only its own tokens of x, so the weight gradient gathers x again. chunks.py covers
-    the case that q does not divide T.
-    """
-
-    def forward(self, x: Array, stash: Stash) -> Array:
-        """Return y (B, T, N/q) of x (B, T/q, K). Comm: one all_gather of x over tp."""
-        stash[self.name, "x"] = x
-        whole = tokens.gather(self.ops, x, stash.batch.shape[1], self.comm, self.name)  # (B, T, K)
-        return self.ops.matmul_bias(whole, self.w, self.b)
-
-    def backward_input(self, dy: Array, stash: Stash) -> Array:
-        """Return dx (B, T/q, K) of dy (B, T, N/q). Comm: one reduce_scatter of dx over tp."""
-        stash[self.name, "dy"] = dy
-        dx = self.ops.matmul_nt(dy, self.w)  # (B, T, K), of this rank's columns only
-        return tokens.scatter(self.ops, dx, self.comm, self.name)
-
-    def backward_weight(self, stash: Stash) -> None:
-        """Add x^T dy over all tokens to dw (K, N/q), and the sum of dy to db.
-
-        Comm: one all_gather of x over tp.
-        """
-        x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
-        x = tokens.gather(self.ops, x, stash.batch.shape[1], self.comm, self.name)  # (B, T, K)
         self.ops.matmul_tn_add_sums(x, dy, self.dw, self.db)

@@ -24,7 +24,7 @@ class GatherLinear(Linear):
         """Return y (.., N) of x (.., K). Comm: one all_gather of y over tp."""
         stash[self.name, "x"] = x
         pieces = self.comm.all_gather(self.ops.matmul(x, self.w), self.name)  # (q, .., N/q)
-        return self._plus_bias(chunks.join(self.ops, pieces, -1, self.outer))
+        return self._plus_bias(chunks.join(self.ops, pieces, -1, self.out_width))
 
     def backward_input(self, dy: Array, stash: Stash) -> Array:
         """Return dx (.., K) of dy (.., N). Comm: one all_reduce of dx over tp."""
@@ -56,7 +56,7 @@ class ReduceLinear(Linear):
         """Return dx (.., K) of dy (.., N). Comm: one all_gather of dx over tp."""
         stash[self.name, "dy"] = dy
         pieces = self.comm.all_gather(self.ops.matmul_nt(dy, self.w), self.name)  # (q, .., K/q)
-        return chunks.join(self.ops, pieces, -1, self.inner)
+        return chunks.join(self.ops, pieces, -1, self.in_width)
 
     def backward_weight(self, stash: Stash) -> None:
         """Add (own channels of x)^T dy to dw (K/q, N), and the sum of dy to db (N,)."""

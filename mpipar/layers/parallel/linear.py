@@ -1,4 +1,4 @@
-"""The base of linear layers: the weight and the bias of a product that is cut over ranks.
+"""The base of linear layers: a product that is cut over ranks, and the tokens between two of them.
 
 A subclass is a cut. It holds the product, what is stashed, and the barriers, each a line in its
 file. K and N are the product's two widths, q the number of ranks of tp that divide one of them. If
@@ -13,12 +13,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from mpipar.layers.param import Param
+from mpipar.layers.param import Param, ParamContext
 from mpipar.layers.stash import Stash
 from mpipar.ops.signature import Array
 
 if TYPE_CHECKING:
-    from mpipar.layers.context import Context
+    from mpipar.comm.group import Comm
+    from mpipar.ops.functions import Ops
 
 Shape = tuple[int, ...]
 
@@ -41,7 +42,7 @@ class Linear(ABC):
 
     def __init__(
         self,
-        context: Context,
+        context: ParamContext,
         name: str,
         in_shape: Shape,
         out_shape: Shape | Mapping[str, tuple[Shape, str]],
@@ -52,7 +53,7 @@ class Linear(ABC):
         bias: bool = True,
         rows: str = "in",
     ) -> None:
-        self.ops, self.name, self.comm = context.ops, name, context.tp
+        self.ops, self.name, self.comm = context.ops, name, context.comms["tp"]
         outputs = out_shape if isinstance(out_shape, Mapping) else {name: (out_shape, "tp")}
         in_first = rows == "in" and len(outputs) == 1
         self.weights, self.biases = [], []
@@ -61,8 +62,8 @@ class Linear(ABC):
             if not self.cuts_outputs:
                 axis = in_axis + (not in_first) * len(shape)
             whole = (*in_shape, *shape) if in_first else (*shape, *in_shape)
-            inner, outer = "i" * len(in_shape), "s" * out_axis + "o" * (len(shape) - out_axis)
-            axes = inner + outer if in_first else outer + inner
+            ins, outs = "i" * len(in_shape), "s" * out_axis + "o" * (len(shape) - out_axis)
+            axes = ins + outs if in_first else outs + ins
             self.weights.append(
                 Param(context, f"{tensor}.w", whole, placement={group: axis}, std=std, axes=axes)
             )
@@ -73,7 +74,7 @@ class Linear(ABC):
                 )
         self.params = [*self.weights, *self.biases]
         assert len({one.grad_groups for one in self.weights}) == 1, name  # so they are neighbours
-        self.inner, self.outer = (  # K and N of the whole product
+        self.in_width, self.out_width = (  # K and N of the whole product
             math.prod(in_shape),
             sum(math.prod(shape) for shape, _ in outputs.values()),
         )
@@ -132,3 +133,35 @@ class Linear(ABC):
         same, place = last.bound[kind]
         assert same is buffer, (first.name, last.name)
         return buffer[start : place + last.size]
+
+
+class ReplicatedTokens:
+    """Every rank of the group holds all tokens.
+
+    partial_groups: the groups over which gradients are partial for parameters that work on held
+    tokens.
+    """
+
+    partial_groups: tuple[str, ...] = ()
+
+    def __init__(self, ops: Ops, comm: Comm) -> None:
+        self.ops, self.comm = ops, comm
+
+    def length(self, tokens: int) -> int:
+        """Return how many tokens of T this rank holds."""
+        return tokens
+
+    def positions(self, positions: Array) -> Array:
+        """Return those of all positions (.., T) that belong to the tokens that this rank holds."""
+        return positions
+
+    def gather(self, x: Array, tokens: int, name: str) -> Array:
+        """Return all tokens (B, T, D), given those that each rank holds."""
+        return x
+
+    def scatter(self, y: Array, name: str) -> Array:
+        """Return what this rank holds of the sum of all ranks' y (B, T, D).
+
+        Comm: one all_reduce of y.
+        """
+        return self.comm.all_reduce(y, name)

@@ -9,62 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from mpipar.comm.grid import ISLAND, token_pieces
-from mpipar.errors import DataError
+from mpipar.comm.grid import token_pieces
 from mpipar.layers.stash import Batch
-from mpipar.run.data.source import load_source
-from mpipar.run.data.token_file import BLOCK
-
-HELD_OUT = 10  # one part in ten is held out
-PSEUDO_COUNT = 0.1  # of the bigram model; the best of 1, 0.3, ..., 0.01 on the built-in text
-
-
-def split(tokens, seq_len: int):
-    """Return the training part and the held-out part: the last tenth, but at least one row."""
-    held_out = max(len(tokens) // HELD_OUT, seq_len + 1)
-    return tokens[:-held_out], tokens[-held_out:]
-
-
-def load(config, thorough: bool = True):
-    """Return ((training part, held-out part), a description of them).
-
-    The held-out part is --val-data, else what the data itself holds out, else its last tenth.
-    thorough: see `load_source`. Raises DataError if the text cannot be used.
-    """
-    run, model = config.run, config.model
-    source = load_source(run.data, model.vocab_size, thorough)
-    tokens, held_out, what = source.tokens, source.held_out, source.what
-    if tokens is None:
-        raise DataError(
-            f"--data {run.data[0]}: is held out, as its name says, so there is nothing"
-            " to train on; give training files too, or another name"
-        )
-    if run.val_data:
-        other = load_source(run.val_data, model.vocab_size, thorough)
-        held_out = other.tokens if other.held_out is None else other.held_out
-        what = f"{what}; held out: {other.what}"
-        if (tokens.dtype == np.uint8) != (held_out.dtype == np.uint8):
-            raise DataError("--val-data: either it or --data is text, the other tokens")
-        if source.tokenizer and other.tokenizer not in ("", source.tokenizer):
-            raise DataError(
-                "--val-data: its tokens were made by another tokenizer than --data's; prepare"
-                f" it with --tokenizer {run.data[0]}"
-            )
-    if held_out is None:
-        tokens, held_out = split(tokens, model.seq_len)
-    if min(len(tokens), len(held_out)) <= model.seq_len:
-        raise DataError(
-            f"the data has fewer than one row to train on or to hold out: {len(tokens):,} and"
-            f" {len(held_out):,} tokens, but a row needs {model.seq_len} + 1; give more data, or a"
-            " smaller --seq-len"
-        )
-    return (tokens, held_out), what
-
-
-def evaluated(part, config):
-    """Return what evaluations read of the held-out part: the rows that --eval-tokens reaches."""
-    tokens, seq_len = config.run.eval_tokens, config.model.seq_len
-    return part if tokens is None else part[: -(-tokens // seq_len) * seq_len + 1]
 
 
 def rows_per_microbatch(config) -> int:
@@ -78,22 +24,6 @@ def token_places(tokens: int, grid_config, cp_rank: int) -> np.ndarray:
         return np.arange(tokens)
     pieces = token_pieces(tokens, grid_config.cp_attention, grid_config.cp, cp_rank)
     return np.concatenate([np.arange(piece.start, piece.stop) for piece in pieces])
-
-
-def routed_rows(config, grid) -> np.ndarray | None:
-    """Return the rows of a microbatch that each rank of the expert group sends to each expert.
-
-    (q, E). Experts are equally popular, up to one row. None if nothing is routed.
-    """
-    model = config.model
-    if not getattr(model, "experts", 0):
-        return None
-    ranks, counts = grid.group("expert"), []
-    for world_rank in ranks:
-        places = token_places(model.seq_len, config.grid, grid.group_rank_of(world_rank, "cp"))
-        total = rows_per_microbatch(config) * len(places) * model.experts_per_token
-        counts.append(np.diff(total * np.arange(model.experts + 1) // model.experts))
-    return np.array(counts)
 
 
 def blank_batch(ops, config) -> Batch:
@@ -121,7 +51,7 @@ class Rows:
         self.ops, self.part = ops, part
         self.seed, self.distance = config.run.seed, config.model.seq_len
         self.dp_size, self.dp_rank = grid.layout["dp"], grid.replica
-        self.islands = grid.size(ISLAND)
+        self.dp_together = grid.size("dp")  # replicas that take a step together
         self.num_rows = rows_per_microbatch(config)
         self.num_microbatches = config.grid.num_microbatches
         self.places = token_places(self.distance, config.grid, grid.group_rank("cp"))
@@ -129,14 +59,14 @@ class Rows:
         # Rows may begin at places 0 .. num_starts - 1; those of a sweep are `distance` apart.
         self.num_starts = len(part) - self.distance
 
-    def _indices(self, mb: int, parts: int = 1):
+    def _indices(self, mb: int, together: int):
         """Return the global row numbers of this replica's microbatch mb.
 
-        parts: of the batch and its replicas; each has its own rows, however many microbatches.
+        together: the number of neighbouring replicas that divide a microbatch; others have their
+        own rows, however many microbatches.
         """
-        size = self.dp_size // parts
-        part, place = divmod(self.dp_rank, size)
-        first = ((part * self.num_microbatches + mb) * size + place) * self.num_rows
+        part, place = divmod(self.dp_rank, together)
+        first = ((part * self.num_microbatches + mb) * together + place) * self.num_rows
         return range(first, first + self.num_rows)
 
     def _batch(self, starts) -> Batch:
@@ -150,7 +80,7 @@ class Rows:
     def train(self, step: int, mb: int) -> Batch:
         """Return microbatch mb of a training step: rows that begin anywhere in the text."""
         starts = []
-        for row in self._indices(mb, self.islands):
+        for row in self._indices(mb, self.dp_together):
             philox = np.random.Philox(key=self.seed, counter=[0, row, step, 0])
             generator = np.random.Generator(philox)
             starts.append(int(generator.integers(self.num_starts)))
@@ -172,29 +102,9 @@ class Rows:
         for first in range(0, total, everywhere * self.num_microbatches):
             left = total - first
             most = min(self.num_microbatches, -(-left // everywhere))
-            rows = ([row for row in self._indices(mb) if row < left] for mb in range(most))
+            rows = (
+                [row for row in self._indices(mb, self.dp_size) if row < left] for mb in range(most)
+            )
             starts = [[(first + row) * self.distance for row in some] for some in rows if some]
             filled = starts + [[0]] * (most - len(starts))
             yield list(map(self._batch, filled)), len(starts)
-
-
-def bigram_loss(train, held_out, vocab_size: int) -> float:
-    """Return the mean loss of a bigram model on the held-out part, in nats per byte.
-
-    The model sees only the previous byte: the baseline for a trained one. Bigrams are counted on
-    the training part, and each row of counts is smoothed with a share of the unigram.
-    """
-    pairs, wanted = (_pairs(part, vocab_size) for part in (train, held_out))
-    unigram = (pairs.sum(0) + 1) / (pairs.sum() + vocab_size)
-    smooth = pairs + PSEUDO_COUNT * vocab_size * unigram
-    probability = smooth / smooth.sum(1, keepdims=True)
-    return float(-(wanted * np.log(probability)).sum() / wanted.sum())
-
-
-def _pairs(tokens, vocab_size: int) -> np.ndarray:
-    """Return how often each token follows each other (V, V), reading the text in blocks."""
-    counts = np.zeros(vocab_size**2)
-    for first in range(0, len(tokens) - 1, BLOCK):
-        block = np.asarray(tokens[first : first + BLOCK + 1]).astype(np.int64)
-        counts += np.bincount(block[:-1] * vocab_size + block[1:], minlength=vocab_size**2)
-    return counts.reshape(vocab_size, vocab_size)

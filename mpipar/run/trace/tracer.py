@@ -67,7 +67,7 @@ class Tracer:
 
     def _begin(self) -> None:
         recorder = self.worker.recorder
-        self.capacity = recorder.capacity
+        self.capacity = recorder.entries.maxlen
         recorder.resize(None)  # no record may be lost until LAST
         self.owners = shared_clocks(self.world, clock_identity())
         self.before = measure_clocks(self.world, self.owners)

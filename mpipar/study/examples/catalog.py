@@ -10,7 +10,7 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
 from mpipar.comm.objects import gather_objects
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.study.examples import products, wires
 from mpipar.study.examples.board import Board, ShownComm, printed
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpipar.layers.parallel import chunks, ring
 from mpipar.pipeline.engine import Engine
-from mpipar.pipeline.instructions import lower
+from mpipar.pipeline.lowering import lower
 from mpipar.pipeline.schedules.catalog import make_schedule
 
 ROWS = np.array([[1.0, 2.0], [3.0, 1.0], [2.0, 2.0], [1.0, 0.0]])  # of data

@@ -14,8 +14,7 @@ import numpy as np
 
 from mpipar.comm.grid import ISLAND, chunk_size
 from mpipar.comm.record import family
-from mpipar.layers.context import keeps_scores, recomputed_blocks
-from mpipar.models.stage import stage_parts
+from mpipar.models.split import stage_parts
 from mpipar.ops import shapes_for
 from mpipar.run.data.rows import rows_per_microbatch
 from mpipar.study.explain.layer_costs import (
@@ -57,8 +56,9 @@ def units_of(config) -> tuple[UnitCosts, Letters]:
     grid, (e, s) = config.grid, bytes_of_numbers(config)
     method, scores = grid.cp_attention if grid.cp > 1 else None, False
     ops = shapes_for(config.run, None)
-    if config.memory.recompute != "attention":
-        scores = keeps_scores(method, config.model.head_dim, ops.tiled_head_width)
+    # Methods that merge partial results store no scores, and neither do tiled kernels.
+    if config.memory.recompute != "attention" and method not in ("ring", "gather"):
+        scores = config.model.head_dim > ops.tiled_head_width
     sizes = letters_of(
         config.model, rows_per_microbatch(config), grid.tp, grid.cp, ops.table_multiple
     )
@@ -217,18 +217,14 @@ def _layers(config, axis: str, parts, m: int, q: int) -> Expected:
     ]
     runs = []
     for number, kind in enumerate(units.kinds, 1):
-        # Positions of the blocks of this kind within each stage.
-        places = [
-            [place for place, block in enumerate(part[0]) if units.blocks[block] is kind]
-            for part in parts
-        ]
-        again = [place for own in places for place in own if place < recomputed_blocks(config)]
+        count = sum(units.blocks[block] is kind for part in parts for block in part[0])
+        again = count * (config.memory.recompute == "block")
         barriers, letter = [one for one in kind.barriers if one.axis == axis], ""
         if len(units.kinds) > 1:
             letter = str(number)
         runs += [
-            (f"L{letter}", sum(map(len, places)), barriers),
-            (f"R{letter}", len(again), [one for one in barriers if one.again]),
+            (f"L{letter}", count, barriers),
+            (f"R{letter}", again, [one for one in barriers if one.again]),
         ]
     runs = [(letter, count, barriers) for letter, count, barriers in runs if count and barriers]
     calls = [f"{_calls(barriers, q)}{letter}" for letter, _, barriers in runs]

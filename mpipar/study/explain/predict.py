@@ -10,19 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import prod
+
+import numpy as np
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
-from mpipar.layers.context import Context, recompute_options
+from mpipar.comm.record import wire_bytes
+from mpipar.comm.recorder import Recorder
+from mpipar.layers.context import Context, layer_options
 from mpipar.layers.stash import Stash
 from mpipar.models.decoder import Stage
 from mpipar.run.checkpoint.state import copies_of, own_pieces
 from mpipar.run.data import rows
-from mpipar.train.build import RULES
-from mpipar.train.muon import Muon
-from mpipar.train.outer import outer_copies
+from mpipar.train.build import UPDATES
+from mpipar.train.muon import STEPS, Muon, Unit
+from mpipar.train.outer import KINDS
 from mpipar.train.worker import Worker
 from mpipar.train.zero import unit_segments
 
@@ -35,7 +39,7 @@ class Prediction:
     recorder: the records and counters of the step. groups: {axis: world ranks} of this rank.
     num_params: of its stages, without padding. segments: (groups, length) of each segment of its
     flat buffers, see `layers/flat.py`. moments: see `moments_of`, of each segment.
-    gram_sums: see `Muon.gram_sums`; None with another optimizer.
+    gram_sums: see `gram_sums`; None with another optimizer.
     reads: {stage: [those that a unit reads, ...]}.
     """
 
@@ -57,7 +61,7 @@ class Prediction:
 
 def moments_of(config, rule: str) -> int:
     """Return how many numbers a rule and the outer step keep of each that a rank updates."""
-    return len(RULES[rule].kinds) + outer_copies(config)
+    return len(UPDATES[rule].kinds) + len(KINDS) * (config.grid.islands is not None)
 
 
 def worker_on_shapes(
@@ -68,10 +72,26 @@ def worker_on_shapes(
     worst_case: see `predict`.
     """
     ops, grid = ops_module.shapes_for(config.run, recorder), Grid.of(config.grid, world_rank)
-    exact, table = getattr(ops, "exact", ops), rows.routed_rows(config, grid)
+    exact, table = getattr(ops, "exact", ops), routed_rows(config, grid)
     exact.worst_case = worst_case
     exact.routed = None if table is None else (table, grid.group_rank("expert"))
     return Worker(config, grid, ops, recorder)
+
+
+def routed_rows(config, grid) -> np.ndarray | None:
+    """Return the rows of a microbatch that each rank of the expert group sends to each expert.
+
+    (q, E). Experts are equally popular, up to one row. None if nothing is routed.
+    """
+    model = config.model
+    if not getattr(model, "experts", 0):
+        return None
+    ranks, counts = grid.group("expert"), []
+    for world_rank in ranks:
+        places = rows.token_places(model.seq_len, config.grid, grid.group_rank_of(world_rank, "cp"))
+        total = rows.rows_per_microbatch(config) * len(places) * model.experts_per_token
+        counts.append(np.diff(total * np.arange(model.experts + 1) // model.experts))
+    return np.array(counts)
 
 
 def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
@@ -98,7 +118,7 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
         sum(flat.size for flat in worker.flats),
         [(flat.groups, length) for flat in worker.flats for length in flat.lengths],
         [moments_of(config, flat.rule) for flat in worker.flats for _ in flat.lengths],
-        muon.gram_sums() if isinstance(muon, Muon) else None,
+        gram_sums(muon) if isinstance(muon, Muon) else None,
         {
             number: [
                 [(flat.groups, flat.lengths[segment]) for flat, segment in needs] for needs in units
@@ -106,6 +126,37 @@ def predict(config, world_rank: int, worst_case: bool = False) -> Prediction:
             for number, units in unit_segments(worker.stages).items()
         },
     )
+
+
+def gram_sums(muon: Muon) -> tuple[int, int, int]:
+    """Return (calls, bytes sent, FLOPs) of Muon on a rank if all matrices stayed cut: not built.
+
+    X X^T over the side that is cut is a sum of what the parts give. So the ranks that hold the
+    parts of a matrix could sum that in each step, and once its squared norm; then each goes on with
+    its part, and all of them compute the polynomial. What ZeRO shards would have to be cut along
+    the same side.
+    """
+    calls = sent = flops = 0
+    for unit in muon.units:
+        if muon.places(unit.at, muon.comm.index) == unit.at:
+            parts = len(unit.shards) * prod(map(muon.grid.size, unit.sharding))
+            side, other = gram_sides(unit)
+            calls += unit.count * (STEPS + 1) * (parts > 1)
+            payload = (STEPS * side**2 + 1) * muon.ops.accum_dtype.itemsize
+            sent += unit.count * wire_bytes("all_reduce", payload, parts)
+            flops += unit.count * STEPS * (4 * side**2 * other // parts + 2 * side**3)
+    return calls, sent, flops
+
+
+def gram_sides(unit: Unit) -> tuple[int, int]:
+    """Return the rows of a Gram matrix that sums over the parts give, and the side that is cut."""
+    lead = len(unit.param.axes) - len(unit.shape)
+    for axis in unit.param.placement.values():
+        if axis >= lead:
+            cut = unit.param.axes[axis]
+            return unit.sizes["i" if cut == "o" else "o"], unit.sizes[cut]
+    low, high = sorted((unit.sizes["i"], unit.sizes["o"]))  # whole, or cut by ZeRO alone
+    return low, high
 
 
 def predict_stages(config) -> list[Prediction]:
@@ -145,7 +196,7 @@ def unit_memory(config) -> dict:
     recorder = Recorder()
     ops = ops_module.shapes_for(config.run, recorder)
     comms = Comms.solo(ops, Grid.of(config.grid, 0), recorder)
-    context = Context(ops, comms, **recompute_options(config))
+    context = Context(ops, comms, **layer_options(config))
     stage = Stage(context, config.model, 0, (config.model.layers,), {})
     num_units = config.model.layers + 2
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from mpipar.config.grid import cuts_heads, divisors, matching, sizes_text
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import Config
+from mpipar.config.train import OPTIMIZERS
 from mpipar.errors import UserError
 from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.run import resolve as run_resolve
@@ -25,7 +26,6 @@ from mpipar.study.plan.job import SPREAD, Layout, Shape, Stack, config_of
 from mpipar.study.plan.machine import Machine, load_machine
 from mpipar.study.plan.memory import GIB, Memory, by_rank, fullest, in_flight, on_shapes
 from mpipar.study.plan.model import Block, Step, block_of, meeting_seconds, met, step_of, step_time
-from mpipar.train.optim import rules_of
 
 CHUNKS = (2, 3, 4, 5, 6, 7, 8, 10, 12)
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
@@ -211,7 +211,7 @@ def with_own_step(question: Question, named: Config) -> Question:
     """
     if not question.stack.own:
         return question
-    shape, rules = question.shape, rules_of(named.train.optimizer)
+    shape, rules = question.shape, OPTIMIZERS[named.train.optimizer]
     matrices = shape.layers * shape.block_parameters / shape.parameters
     shares = {"matrices": matrices, "numbers": 1 - matrices}
     kept = sum(part * moments_of(named, rules[rule]) for rule, part in shares.items())

@@ -95,7 +95,7 @@ def layout(timeline: Timeline) -> list[list[Cell]]:
 def label(schedule: Schedule, instr: Instr, form: tuple[str, str, str] = PLAIN) -> str:
     """Return the name of a pass, without the stage where each rank holds only one."""
     alone, staged, between = form
-    text = alone if schedule.one_stage_each else staged
+    text = alone if schedule.num_stages == schedule.pp_size else staged
     return between.join(
         text.format(kind=kind, stage=stage, mb=mb) for kind, stage, mb in parts(instr)
     )

@@ -19,8 +19,9 @@ from mpipar.comm.algorithms import window
 from mpipar.comm.algorithms.steps import RingTransport, add
 from mpipar.comm.algorithms.window import TILE, Marks, WindowTransport
 from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder
-from mpipar.comm.transport import Done, MpiTransport
+from mpipar.comm.mpi import MpiTransport
+from mpipar.comm.recorder import Recorder
+from mpipar.comm.transport import Done
 from mpipar.config.run import SUMS
 from mpipar.errors import EnvironmentProblem, HangError
 

@@ -22,7 +22,8 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
 from mpipar.comm.nccl import NcclTransport
-from mpipar.comm.record import STATE_CHANGES, Recorder
+from mpipar.comm.record import STATE_CHANGES
+from mpipar.comm.recorder import Recorder
 from mpipar.errors import EnvironmentProblem
 from mpipar.run.process import self_test
 from mpipar.run.process.environment import chosen_by_user

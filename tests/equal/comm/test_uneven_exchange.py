@@ -11,8 +11,8 @@ from mpipar import ops as ops_module
 from mpipar.comm import groups
 from mpipar.comm.grid import Grid, consecutive_slices
 from mpipar.comm.groups import Comms
+from mpipar.comm.mpi import MpiTransport
 from mpipar.comm.nccl import NcclTransport
-from mpipar.comm.transport import MpiTransport
 from mpipar.errors import HangError
 
 pytestmark = pytest.mark.ranks(2, 3, 4)

@@ -11,7 +11,7 @@ import pytest
 from small_model import WORLD, comms_of, small_config, worker_and_rows
 
 import mpipar
-from mpipar.comm import groups, transport
+from mpipar.comm import groups, mpi
 from mpipar.comm.objects import gather_objects
 from mpipar.run.trace.clock import CommonClock, measure_clocks, shared_clocks
 
@@ -84,7 +84,7 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
         naps.append(seconds)
         time.sleep(seconds)
 
-    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(mpi, "time", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(groups, "shares_cores", lambda world: crowded)
     monkeypatch.setattr(groups, "use_batch_scheduling", lambda: None)
     comms = comms_of(axes={"pp": 2, "dp": 2})

@@ -14,8 +14,8 @@ from small_model import cpu, slow_unless
 from mpipar import ops as ops_module
 from mpipar.comm.algorithms.steps import RecursiveDoublingTransport
 from mpipar.comm.group import Comm
-from mpipar.comm.record import Recorder
-from mpipar.comm.transport import PollingRequest
+from mpipar.comm.mpi import PollingRequest
+from mpipar.comm.recorder import Recorder
 from mpipar.errors import EnvironmentProblem
 from mpipar.interconnect import compiled, hosts, job, measure
 from mpipar.interconnect.arguments import BY, CASES, ROUTINGS, Arguments

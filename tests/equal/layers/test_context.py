@@ -15,6 +15,7 @@ from small_model import (
 from mpipar.config.model import ModelConfig
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.run.generation import Sampling, continue_one
+from mpipar.train.checks import evaluate
 
 pytestmark = [pytest.mark.ranks(2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 # 8 heads of width 3; 16 tokens are 2 pieces for each of up to 8 ranks.
@@ -49,7 +50,7 @@ def test_text_and_held_out_loss_are_those_of_one_rank(method):
     found = list(continue_one(worker, [5], Sampling(9, 0.7, seed=3)))
     assert WORLD.allgather(found) == [found] * WORLD.size
     assert found == list(continue_one(alone, [5], Sampling(9, 0.7, seed=3)))
-    losses = [one.evaluate(rows_of(one))[0] for one in (worker, alone)]
+    losses = [evaluate(one, rows_of(one))[0] for one in (worker, alone)]
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-12)
     worker.close()
 

@@ -16,11 +16,12 @@ from docs.build.commands import FILE
 from mpipar.comm.grid import chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms, Options
-from mpipar.comm.record import Recorder, Sums
+from mpipar.comm.record import Sums
+from mpipar.comm.recorder import Recorder
 from mpipar.layers.context import Context
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.linears import LINEARS, make_linear
-from mpipar.layers.parallel import chunks, ring, tokens
+from mpipar.layers.parallel import chunks, ring, sequence
 from mpipar.layers.stash import Stash
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -114,10 +115,13 @@ def test_dropped_barrier_is_caught(function, monkeypatch):
     assert caught == cuts & here & sides
 
 
-SWAPPED = [(tokens, {"column_sp", "row_sp"}), (chunks, {"gather", "reduce", "column_sp", "row_sp"})]
+SWAPPED = [
+    (sequence, {"column_sp", "row_sp"}),
+    (chunks, {"gather", "reduce", "column_sp", "row_sp"}),
+]
 
 
-@pytest.mark.parametrize(("where", "cuts"), SWAPPED, ids=["tokens", "chunks"])
+@pytest.mark.parametrize(("where", "cuts"), SWAPPED, ids=["sequence", "chunks"])
 def test_pieces_swapped_are_caught(where, cuts, monkeypatch):
     """The typical bug of a cut puts a token or channel in the wrong place."""
     monkeypatch.setattr(

@@ -32,7 +32,6 @@ from small_model import (
 from mpipar.comm.group import Comm
 from mpipar.errors import NonFiniteError
 from mpipar.run.verify import compare_with_one_rank, one_rank_tensors
-from mpipar.train import gradsync
 from mpipar.train import worker as train
 from mpipar.train.gradsync import GradSync
 
@@ -223,7 +222,7 @@ def test_an_overflow_that_the_norm_does_not_count_is_caught(layout, monkeypatch)
     """Rank 1 holds a copy whose gradient the norm leaves to rank 0."""
     overflow_on_rank_1(monkeypatch, (2, 3))
     monkeypatch.setattr(
-        gradsync, "masked_contribution", lambda value, counts: value if counts else 0.0
+        train, "masked_contribution", lambda value, counts: value if counts else 0.0
     )
     with pytest.raises((AssertionError, NonFiniteError), match=r"rank|loss nan"):
         skip_together(layout)

@@ -14,7 +14,7 @@ from small_model import (
     worker_of,
 )
 
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.model import ModelConfig
 from mpipar.run.generation import Sampling, Text, generate
 

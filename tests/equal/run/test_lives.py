@@ -12,7 +12,7 @@ from mpipar.comm.hosts import quiet_barrier
 from mpipar.layers.recompute import ActivationRecompute
 from mpipar.layers.stash import Stash
 from mpipar.run import training
-from mpipar.run.data import rows
+from mpipar.run.data import parts
 from mpipar.train import worker
 from tests.helpers.lives import kept
 from tests.helpers.lives.life import live_all
@@ -106,7 +106,7 @@ TWINS = [  # what is replaced, by what, the values of the life that must find it
         {"recompute": "block"},
         "the logits of token",
     ),
-    (rows, "evaluated", whole_part, {"eval_tokens": 50}, "held_out_loss of step 3"),
+    (parts, "evaluated", whole_part, {"eval_tokens": 50}, "held_out_loss of step 3"),
     (
         training,
         "truncate_after",

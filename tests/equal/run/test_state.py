@@ -23,7 +23,7 @@ from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.state import Saver, load_state
 from mpipar.run.generation import Sampling, Text, continue_one, generate
-from mpipar.train.gradsync import StepVotes
+from mpipar.train.worker import StepVotes
 
 FACTS = {"config": "", "data": {}}
 SAVED = [(layout, "1f1b") for layout in LAYOUTS[WORLD.size]]

@@ -20,8 +20,8 @@ from small_model import (
 from bench.rehearse import Player, script_of
 from mpipar import ops as ops_module
 from mpipar.comm.group import Comm
-from mpipar.comm.record import as_record
-from mpipar.comm.transport import MpiTransport
+from mpipar.comm.mpi import MpiTransport
+from mpipar.comm.recorder import as_record
 from mpipar.study.examples.catalog import EXAMPLES, TOLERANCE, run
 
 WHAT = attrgetter(

@@ -18,8 +18,8 @@ from small_model import (
 )
 
 from mpipar.pipeline.engine import Engine
-from mpipar.run.data.rows import evaluated
-from mpipar.train import worker as worker_module
+from mpipar.run.data.parts import evaluated
+from mpipar.train import checks
 
 CONTEXT = replace(MODEL, d_model=24, heads=8, seq_len=16)
 # (ranks, layout, what else): every axis and kind of schedule.
@@ -42,7 +42,7 @@ everywhere = pytest.mark.parametrize(("layout", "options"), HERE, ids=str)
 def losses(layout, options, part):
     """(loss, tokens) of the layout and of one rank."""
     workers = two_workers(small_config(layout, **options))
-    found = [one.evaluate(rows_of(one, part)) for one in workers]
+    found = [checks.evaluate(one, rows_of(one, part)) for one in workers]
     for one in workers:
         one.close()
     return found
@@ -72,7 +72,7 @@ def test_twins_that_count_wrongly_are_found(layout, monkeypatch):
         wrong = numbers[0] * 2 if comms.world.index == 0 else numbers[0] / 2
         return plain(ops, comms, [wrong] if comms.world.size > 1 else numbers, name, *axis)
 
-    plant(monkeypatch, worker_module, "all_reduce_scalars", all_reduce_scalars)
+    plant(monkeypatch, checks, "all_reduce_scalars", all_reduce_scalars)
     (found, _), (expected, _) = losses(layout, {}, tokens()[:700])
     assert abs(found / expected - 1) > 1e-3
 
@@ -93,8 +93,8 @@ def test_evaluation_is_a_phase_of_its_own_and_changes_nothing(layout, options):
 
     before, recorder = state(), worker.recorder
     losses_before, counters = dict(worker.losses), recorder.counters
-    first = worker.evaluate(rows_of(worker, tokens()[:300]))
-    assert worker.evaluate(rows_of(worker, tokens()[:300])) == first
+    first = checks.evaluate(worker, rows_of(worker, tokens()[:300]))
+    assert checks.evaluate(worker, rows_of(worker, tokens()[:300])) == first
     assert state() == before
     assert worker.losses == losses_before
     new = {key for key, sums in recorder.counters.items() if counters.get(key) != sums}

@@ -27,7 +27,7 @@ from mpipar.layers.loss import CrossEntropy
 from mpipar.run import replicas
 from mpipar.run.process.consistency import ranges
 from mpipar.run.replicas import Replicas
-from mpipar.train import gradsync
+from mpipar.train import worker as train
 from mpipar.train.gradsync import GradSync
 
 pytestmark = pytest.mark.ranks(2, 4)
@@ -253,7 +253,7 @@ def test_float16_stops_with_the_name_when_no_smaller_scale_is_left():
 @pytest.mark.parametrize("layout", [DP, TP], ids=str)
 def test_a_norm_that_reads_only_what_it_counts_is_caught(layout, monkeypatch):
     monkeypatch.setattr(
-        gradsync, "masked_contribution", lambda value, counts: value if counts else 0.0
+        train, "masked_contribution", lambda value, counts: value if counts else 0.0
     )
     with pytest.raises(AssertionError, match="raised nothing"):
         not_finite(layout, "block0.norm1.w")

@@ -17,13 +17,14 @@ from small_model import (
 )
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.errors import DataError, DriftError, NonFiniteError
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.state import Saver, load_state
 from mpipar.run.data import rows
 from mpipar.run.replicas import Replicas
 from mpipar.run.verify import full_tensors
+from mpipar.train.checks import evaluate
 from mpipar.train.outer import Outer
 from mpipar.train.worker import Worker
 
@@ -215,12 +216,12 @@ def test_a_meeting_is_as_explain_predicts_it(values):
 )
 def test_evaluation_reads_the_outer_weights_and_changes_nothing(values):
     worker, rows = worker_and_rows(config_of(outer_interval=3, **values))
-    first, _ = worker.evaluate(rows)
+    first, _ = evaluate(worker, rows)
     state = state_of(worker)
     worker.train_step(1, lambda mb: rows.train(1, mb))
     assert WORLD.allreduce(state_of(worker) != state) > 0
     state = state_of(worker)
-    assert worker.evaluate(rows)[0] == first
+    assert evaluate(worker, rows)[0] == first
     assert state_of(worker) == state
 
 

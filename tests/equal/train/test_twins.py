@@ -28,21 +28,20 @@ from small_model import (
 
 from mpipar.comm.grid import Grid, token_pieces
 from mpipar.comm.group import Comm, Pending
-from mpipar.comm.record import NO_ENTRY
+from mpipar.comm.recorder import NO_ENTRY
 from mpipar.comm.transport import Done
 from mpipar.config.model import ModelConfig
-from mpipar.layers.attention import Rotation
 from mpipar.layers.norm import Residual
 from mpipar.layers.parallel import allgather_attention, ring_attention
 from mpipar.layers.parallel.expert_dispatch import ExpertDispatch
-from mpipar.layers.parallel.tokens import SequenceShardedTokens
+from mpipar.layers.parallel.sequence import SequenceShardedTokens
 from mpipar.layers.param import Param
 from mpipar.layers.recompute import ActivationRecompute
+from mpipar.layers.rotation import Rotation
 from mpipar.models import decoder
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.pipeline.engine import Engine
 from mpipar.run.data import rows as data_rows
-from mpipar.train.gradsync import GradSync
 from mpipar.train.optim import Optimizer
 from mpipar.train.zero import (
     FullyShardedUnits,
@@ -178,8 +177,8 @@ def weights_gathered_before_the_update(plain, self, lr, step):
             self.rules[flat.rule].update(flat, segment, lr, step)
 
 
-def norm_of_the_first_rank_s_pieces(_plain, self, flat):
-    return GradSync.counts(self, flat)
+def norm_of_the_first_rank_s_pieces(plain, self):
+    return [(part, counts and self.comms["data"].index == 0) for part, counts in plain(self)]
 
 
 def two_units_in_one_buffer(_plain, self):
@@ -287,7 +286,7 @@ TWINS = {  # by ranks: what is replaced, by what, and values of the layout in wh
         (ShardedFlatParams, "piece_in", piece_of_the_next_rank, ONE),
         (ShardedFlatParams, "piece_in", piece_of_the_next_rank, THREE),
         (Optimizer, "step", weights_gathered_before_the_update, ONE),
-        (ReduceScatterGradSync, "counts", norm_of_the_first_rank_s_pieces, ONE),
+        (ReduceScatterGradSync, "square_sums", norm_of_the_first_rank_s_pieces, ONE),
         (FullyShardedUnits, "make_room", two_units_in_one_buffer, THREE),
         (FullyShardedUnits, "post", no_gather_before_the_input_gradient, THREE),
         (ReduceScatterGradSync, "finish", means_in_place_of_sums, ONE),

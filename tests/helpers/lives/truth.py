@@ -15,18 +15,19 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.run import TEMPERATURE
 from mpipar.config.text import quoted
 from mpipar.layers.stash import Batch
 from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
-from mpipar.run.data import rows
+from mpipar.run.data import parts, rows
 from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.generation import Sampling, best, draw
 from mpipar.run.resolve import Inputs
 from mpipar.run.verify import full_tensors, serial_config
+from mpipar.train.checks import evaluate
 from mpipar.train.worker import Worker
 from tests.helpers.lives.choices import LATER, STEPS, Case, settings_of
 
@@ -113,7 +114,7 @@ def truth_of(case: Case, folder: Path) -> Truth:
         rows.Rows(worker.ops, inputs.train_part, wide, Grid(number, {"island": count}))
         for number in range(count)
     ]
-    held_out = rows.Rows(worker.ops, rows.evaluated(inputs.held_out, config), config, worker.grid)
+    held_out = rows.Rows(worker.ops, parts.evaluated(inputs.held_out, config), config, worker.grid)
     islands = Islands(worker, case)
     found = Truth([], [], {}, {}, {0: tensors_of(worker)}, {})
     if case["init_from"]:
@@ -123,7 +124,7 @@ def truth_of(case: Case, folder: Path) -> Truth:
             train = replace(worker.config.train, steps=LATER)
             worker.config = replace(worker.config, train=train)
         found.losses.append(islands.step(step, train_parts))
-        found.held_out.append(worker.evaluate(held_out)[0])
+        found.held_out.append(evaluate(worker, held_out)[0])
         text, logits = continued(worker, inputs)
         found.texts[step], found.logits[step] = text, logits
         decode = inputs.tokenizer.decode

@@ -19,7 +19,7 @@ from bench.claims import layout_name
 from bench.training import Trained
 from mpipar import ops as ops_module
 from mpipar.comm.objects import broadcast_text
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.errors import DriftError, HangError
 from mpipar.run.replicas import Replicas
 from tests.helpers.twins import small_model

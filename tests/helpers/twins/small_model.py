@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpipar.comm.grid import AXES
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.grid import GridConfig
 from mpipar.config.model import ModelConfig
 from mpipar.config.resolve import resolve

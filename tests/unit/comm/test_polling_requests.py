@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from mpipar import ops
-from mpipar.comm import groups, transport
+from mpipar.comm import groups, mpi, transport
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
-from mpipar.comm.transport import POLLS_BEFORE_SLEEP, MpiTransport, PollingRequest
+from mpipar.comm.mpi import POLLS_BEFORE_SLEEP, MpiTransport, PollingRequest
+from mpipar.comm.recorder import Recorder
 from mpipar.config.run import RunConfig
 
 
@@ -31,7 +31,7 @@ class Late:
 @pytest.fixture
 def naps(monkeypatch):
     found = []
-    monkeypatch.setattr(transport, "time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr(mpi, "time", SimpleNamespace(sleep=found.append))
     return found
 
 

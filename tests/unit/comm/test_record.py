@@ -11,7 +11,8 @@ from helpers import REPOSITORY
 from bench.matmul import flight_ns
 from mpipar.comm.grid import Grid
 from mpipar.comm.groups import Comms
-from mpipar.comm.record import Recorder, Span
+from mpipar.comm.record import Span
+from mpipar.comm.recorder import Recorder
 from mpipar.comm.transport import Done
 from mpipar.config.resolve import resolve
 from mpipar.layers.context import Context

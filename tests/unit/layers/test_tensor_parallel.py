@@ -15,7 +15,8 @@ from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid, chunk_size, chunk_slice
 from mpipar.comm.group import Comm
 from mpipar.comm.groups import Comms
-from mpipar.comm.record import Record, Recorder, wire_bytes
+from mpipar.comm.record import Record, wire_bytes
+from mpipar.comm.recorder import Recorder
 from mpipar.comm.transport import ShapesTransport
 from mpipar.errors import UsageError
 from mpipar.layers.ffn import GatedFeedForward

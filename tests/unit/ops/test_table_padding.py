@@ -8,7 +8,7 @@ import pytest
 from config_helpers import changed
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.layers.stash import Batch
 from mpipar.ops import make_for, shapes_for

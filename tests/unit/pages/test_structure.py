@@ -96,7 +96,7 @@ BROKEN = {
     "the tests": (outside_problems, "train.x", "def f():\n    import tests.helpers\n", "imports"),
     "MPI in a layer": (
         mpi_problems, "layers.x", "def f():\n    from mpi4py import MPI\n", "imports mpi4py.MPI"),
-    "MPI at the top": (mpi_problems, "comm.transport", "from mpi4py import MPI\n", "as soon as"),
+    "MPI at the top": (mpi_problems, "comm.mpi", "from mpi4py import MPI\n", "as soon as"),
     "a message past the wire": (
         mpi_problems, "train.gradsync", "def f(c, x):\n    c.Allreduce(x)\n", "calls Allreduce"),
     "a pickle": (mpi_problems, "comm.group", "def f(c):\n    return c.allgather(1)\n", "pickles"),

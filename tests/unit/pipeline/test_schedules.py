@@ -16,7 +16,8 @@ from mpipar.errors import UsageError
 from mpipar.models import split as splits
 from mpipar.models.split import UnitFlops, balanced_layers, stage_flops
 from mpipar.pipeline.check import check
-from mpipar.pipeline.instructions import is_compute, lower, parts, receives
+from mpipar.pipeline.instructions import is_compute, parts
+from mpipar.pipeline.lowering import lower, receives
 from mpipar.pipeline.schedules.catalog import (
     FAMILIES,
     SCHEDULES,

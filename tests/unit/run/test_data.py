@@ -19,7 +19,8 @@ from mpipar.comm.grid import Grid
 from mpipar.config.resolve import resolve
 from mpipar.errors import DataError
 from mpipar.ops import make
-from mpipar.run.data.rows import PSEUDO_COUNT, Rows, bigram_loss, load, split
+from mpipar.run.data.parts import PSEUDO_COUNT, bigram_loss, load, split
+from mpipar.run.data.rows import Rows
 from mpipar.run.data.source import load_source
 
 OPS = make("cpu", "float64")

@@ -29,7 +29,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers_made import save_like_llama, save_tokenizer
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.commands.generate import Arguments
 from mpipar.config.text import harmless
 from mpipar.errors import DataError, UsageError

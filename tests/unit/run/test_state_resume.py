@@ -27,7 +27,7 @@ from mpipar.run.checkpoint import state as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps, damage, read_manifest
 from mpipar.run.checkpoint.state import Saver, load_state
 from mpipar.run.data.rows import Rows
-from mpipar.train.gradsync import LossScale
+from mpipar.train.loss_scale import LossScale
 
 TOKENS = np.random.default_rng(7).integers(0, 29, 500).astype(np.uint8)
 # float16 overflows in the first steps here.

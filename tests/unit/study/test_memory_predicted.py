@@ -6,7 +6,7 @@ import pytest
 
 from mpipar import ops as ops_module
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
 from mpipar.ops.shape_array import Ledger

@@ -5,7 +5,7 @@ import pytest
 from config_helpers import changed
 
 from mpipar.comm.grid import Grid
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.ops import make
 from mpipar.train.worker import Worker

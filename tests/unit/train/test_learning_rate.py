@@ -16,7 +16,9 @@ from mpipar.layers.loss import CrossEntropy
 from mpipar.run.data.rows import Rows
 from mpipar.run.files.settings import to_toml, values_of
 from mpipar.run.resume import resumed
-from mpipar.train.gradsync import GradSync, LossScale
+from mpipar.train.checks import evaluate
+from mpipar.train.gradsync import GradSync
+from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import (
     DECAY_RATIO,
     Sgd,
@@ -124,7 +126,7 @@ def test_halves_at_an_overflow_and_doubles_after_enough_good_steps():
     scale.interval = 3
     seen = []
     for overflow in [0, 0, 1, 0, 0, 0, 0, 0, 0, 1]:
-        scale.decide(1, math.inf if overflow else 1.0)
+        scale.adapt(math.inf if overflow else 1.0)
         seen.append(scale.value)
     assert seen == [1024, 1024, 512, 512, 512, 1024, 1024, 1024, 2048, 1024]
     assert scale.skipped == 2
@@ -133,7 +135,6 @@ def test_halves_at_an_overflow_and_doubles_after_enough_good_steps():
 def test_types_with_the_range_of_float32_have_none():
     for dtype in ("float32", "float64", "bfloat16"):
         scale = scale_of(dtype=dtype)
-        assert scale.decide(1, math.inf) == (1, None, False)
         assert (scale.value, scale.dynamic) == (1.0, False)
     assert scale_of(dtype="float16").value == LossScale.FIRST
 
@@ -224,7 +225,7 @@ def test_weights_that_the_last_update_ruined_do_not_pass_for_trained(dtype):
     worker = fresh(dtype=dtype, lr=1e30, warmup_steps=0, optimizer="sgd")
     assert math.isfinite(steps(worker, 1)[0].grad_norm)
     with np.errstate(all="ignore"), pytest.raises(NonFiniteError, match=r"held-out loss.*--lr"):
-        worker.evaluate(Rows(worker.ops, TOKENS, worker.config, worker.grid))
+        evaluate(worker, Rows(worker.ops, TOKENS, worker.config, worker.grid))
 
 
 def test_masters_start_as_in_float32_and_layers_read_them_rounded():

@@ -8,7 +8,7 @@ from config_helpers import changed
 
 from mpipar.comm.grid import Grid
 from mpipar.comm.group import Comm
-from mpipar.comm.record import Recorder
+from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.ops import make
 from mpipar.pipeline.engine import Engine
