@@ -4,6 +4,7 @@ Resuming is exact, on other layouts too, and ranks fail together. Importing and 
 and generated text: every layout gives one rank's results.
 """
 
+import hashlib
 import os
 import shutil
 
@@ -23,6 +24,7 @@ from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.state import Saver, load_state
 from mpipar.run.generation import Sampling, Text, continue_one, generate
+from mpipar.run.resolve import digests_on_host
 from mpipar.train.worker import StepVotes
 
 FACTS = {"config": "", "data": {}}
@@ -187,6 +189,30 @@ def test_ranks_fail_together_and_go_on(broken, background, folder, monkeypatch):
     again = Trainer(config_of(SAVED[0]))
     again.load(folder)
     assert_everywhere(again.bytes() == before, "the former checkpoint")
+
+
+# --- file digests on the ranks of a host: all get those of their own files
+
+
+class Host:
+    """The session of ranks that are all on one host."""
+
+    host_rank = WORLD.rank
+
+    @staticmethod
+    def agree(function):
+        found = function()
+        WORLD.Barrier()
+        return found
+
+
+@pytest.mark.ranks(2, 3)
+def test_every_rank_has_the_digest_of_its_own_file(tmp_path):
+    path, content = tmp_path / "own", b"of rank 1" if WORLD.rank == 1 else b"of all"
+    path.write_bytes(content)
+    with open(path, "rb") as file:
+        found = digests_on_host(Host, {"own": file})
+    assert found == {"own": hashlib.sha256(content).hexdigest()}
 
 
 # --- weights and text
