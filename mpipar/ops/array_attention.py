@@ -46,6 +46,9 @@ class AttentionFormulas(Arrays):
     # instead. H is a multiple of Hkv: query head h uses key and value head h // (H / Hkv). A query
     # that sees no key gets y = 0.
     #
+    # FLOPs are those of the full square, the convention of published model FLOPs: 2 B H Tq d Tk for
+    # each product of all queries with all keys, of which a function has two, four or five.
+    #
     # There are two forms, which differ in what they keep between forward and backward.
     # `attention_forward` and `attention_backward_input` keep the probabilities and take four
     # products backward. The block form keeps only two numbers per query, stats (B, H, Tq, 2): the
@@ -70,7 +73,10 @@ class AttentionFormulas(Arrays):
         """
         return self.xp.matmul(a, b, out=out)
 
-    @shapes("q[BQHd] k[BKGd] v[BKGd] q_pos[Q] k_pos[K] -> y[BQHd] saved[BHQK]")
+    @shapes(
+        "q[BQHd] k[BKGd] v[BKGd] q_pos[Q] k_pos[K] -> y[BQHd] saved[BHQK]",
+        flops="22BQHdK",
+    )
     def attention_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Any]:
@@ -81,7 +87,8 @@ class AttentionFormulas(Arrays):
 
     @shapes(
         "dy[BQHd] q[BQHd] k[BKGd] v[BKGd] saved q_pos[Q] k_pos[K] out? -> "
-        "dq[BQHd] dk[BKGd] dv[BKGd]"
+        "dq[BQHd] dk[BKGd] dv[BKGd]",
+        flops="42BQHdK",
     )
     def attention_backward_input(
         self,
@@ -104,7 +111,10 @@ class AttentionFormulas(Arrays):
         dscores = self._softmax_backward(saved, self._dots(dy, v), factor)
         return self._gradients(dy, q, k, saved, dscores, results)
 
-    @shapes("q[BQHd] k[BKGd] v[BKGd] q_pos[Q] k_pos[K] -> y[BQHd]:sum stats[BHQ2]:sum")
+    @shapes(
+        "q[BQHd] k[BKGd] v[BKGd] q_pos[Q] k_pos[K] -> y[BQHd]:sum stats[BHQ2]:sum",
+        flops="22BQHdK",
+    )
     def attention_block_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Array]:
@@ -140,7 +150,8 @@ class AttentionFormulas(Arrays):
 
     @shapes(
         "dy[BQHd] q[BQHd] k[BKGd] v[BKGd] stats[BHQ2] delta[BHQ] q_pos[Q] k_pos[K] -> "
-        "dq[BQHd]:sum dk[BKGd]:sum dv[BKGd]:sum"
+        "dq[BQHd]:sum dk[BKGd]:sum dv[BKGd]:sum",
+        flops="52BQHdK",
     )
     def attention_block_backward(
         self,

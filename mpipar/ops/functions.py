@@ -11,7 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.signature import Function
+from mpipar.ops.signature import DIGITS, Function, answer, shape_of
 
 DECLARED: dict[str, Function] = {
     name: method.function
@@ -50,7 +50,41 @@ else:
             raise TypeError(f"{type(self).__name__} has no {function.name}")
 
 
+# The functions that allocate or move memory, and those that compute.
 MEMORY = [name for name, function in DECLARED.items() if function.text == "->"]
 FUNCTIONS = {name: function for name, function in DECLARED.items() if name not in MEMORY}
 # Two functions in sequence, which a device may have as one that rounds once.
 EPILOGUES = ("matmul_bias", "matmul_tn_add_sums")
+
+
+def by_kernel(name: str) -> Callable[..., Any]:
+    """Return the method that computes a function by one call of `_run`.
+
+    That gets the parsed line, the arguments, new arrays for the results, whose shapes follow from
+    the first argument, and for each of these the number of dimensions besides the leading ones,
+    None if it has no leading ones. This is prepared once, because a call takes microseconds.
+    """
+    function = FUNCTIONS[name]
+    names, letters = [part.name for part in function.takes], function.takes[0].dims or ()
+    made = [(part.dims or (), part.kind) for part in function.makes]
+    inner = [
+        len(part.dims or ()) - 1 if part.by_row else None
+        for part in (*function.takes, *function.makes)
+    ]
+
+    @wraps(getattr(ArrayOps, name))
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        if named or len(arguments) != len(names):
+            given = function.bind(arguments, named)
+            arguments = tuple([given.get(one) for one in names])
+        x = arguments[0]
+        at = len(x.shape) - len(letters) + 1
+        sizes = DIGITS | dict(zip(letters, (x.shape[:at], *x.shape[at:]), strict=True))
+        results = [
+            self.xp.empty(shape_of(dims, sizes), self.dtype if kind else x.dtype)
+            for dims, kind in made
+        ]
+        self._run(function, arguments, results, inner)
+        return answer(results)
+
+    return method

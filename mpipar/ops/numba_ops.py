@@ -5,8 +5,7 @@ the last bits (order of sums, exp), so these functions are used only on request.
 """
 
 import importlib
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +14,9 @@ from numpy.typing import DTypeLike
 
 from mpipar.cache import cache_folder
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops.functions import FUNCTIONS
+from mpipar.ops.functions import by_kernel
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.ops.signature import Array, shape_of
+from mpipar.ops.signature import Array, Function
 
 # Functions that have a kernel of the same name in `numba_kernels`, which is one pass over memory.
 CHAINS = (
@@ -34,46 +33,6 @@ CHAINS = (
 )
 
 
-def in_one_pass(name: str) -> Callable[..., Any]:
-    """Return the method that runs the kernel of a function.
-
-    The kernel receives the arguments, followed by arrays for the results, with all leading
-    dimensions merged into one. The shape of the first argument determines those of the results.
-    """
-    function = FUNCTIONS[name]
-    letters, made = function.takes[0].dims or (), [part.dims or () for part in function.gives]
-    # For each argument and result: whether it is a number, and the number of its dimensions besides
-    # the leading ones, None if it has no leading ones. They are computed once, because a call takes
-    # microseconds.
-    kinds = [
-        (part.dims is None, len(part.dims or ()) - 1 if part.by_row else None)
-        for part in (*function.takes, *function.gives)
-    ]
-
-    @wraps(getattr(NumpyOps, name))
-    def method(self: Any, *arguments: Any, **named: Any) -> Any:
-        if named or len(arguments) != len(function.takes):
-            given = function.bind(arguments, named)
-            arguments = tuple(given.get(part.name) for part in function.takes)
-        shape = arguments[0].shape
-        at = len(shape) - len(letters) + 1
-        sizes = dict(zip(letters, (shape[:at], *shape[at:]), strict=True))
-        results = tuple([np.empty(shape_of(dims, sizes), self.dtype) for dims in made])
-        getattr(self.kernels, function.name)(
-            *[
-                self.scalar(x)
-                if number
-                else x
-                if inner is None or x is None
-                else x.reshape(-1, *x.shape[x.ndim - inner :])
-                for x, (number, inner) in zip((*arguments, *results), kinds, strict=True)
-            ]
-        )
-        return results if len(results) > 1 else results[0] if results else None
-
-    return method
-
-
 class NumbaOps(NumpyOps):
     """The array functions of `NumpyOps`, with one pass over memory for each elementwise chain.
 
@@ -85,7 +44,25 @@ class NumbaOps(NumpyOps):
         super().__init__(dtype)
         self.kernels = _load_kernels()
 
-    vars().update({name: in_one_pass(name) for name in CHAINS})
+    vars().update({name: by_kernel(name) for name in CHAINS})
+
+    def _run(
+        self,
+        function: Function,
+        arguments: Sequence[Any],
+        results: Sequence[Array],
+        inner: Sequence[int | None],
+    ) -> None:
+        """Start the kernel of a function; all leading dimensions are merged into one."""
+        values = [
+            x
+            if x is None or (kept is None and hasattr(x, "shape"))
+            else self.scalar(x)
+            if kept is None
+            else x.reshape(-1, *x.shape[x.ndim - kept :])
+            for x, kept in zip((*arguments, *results), inner, strict=True)
+        ]
+        getattr(self.kernels, function.name)(*values)
 
     def _rotate(self, x: Array, cos: Array, sin: Array) -> None:
         assert x.shape[-1] == 2 * cos.shape[-1], (x.shape, cos.shape)

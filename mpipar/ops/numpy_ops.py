@@ -102,8 +102,6 @@ def tiled(formula: Callable[..., Any]) -> Callable[..., Any]:
 class NumpyOps(NumpyAttention):
     """The array functions of `ArrayOps` on NumPy."""
 
-    takes_16_bits = ("add_parts",)
-
     vars().update(
         {name: tiled(getattr(ArrayOps, name)) for name, line in FUNCTIONS.items() if line.rows}
     )
@@ -141,21 +139,6 @@ class NumpyOps(NumpyAttention):
                 for part in (rows, flat[None, :rest])
             )
         return total if math.isfinite(total) else super().square_sum(x)
-
-    def add_parts(self, parts: Array, total: Array | None = None) -> Array:
-        """Return the sum of parts (P, ...); 16-bit ones are added in float32, and rounded once."""
-        if parts.itemsize > 2:
-            return super().add_parts(parts, total)
-        total = np.empty(parts.shape[1:], parts.dtype) if total is None else total
-        rows, sums = parts.reshape(len(parts), -1), total.reshape(-1)
-        for tile in cut(sums.size, 2):
-            wide, one = self._buffer("sum", (2, *sums[tile].shape))
-            wide[:] = 0  # where sum() begins, too: two zeros of sign - give one of sign +
-            for row in rows:
-                one[:] = row[tile]
-                wide += one
-            sums[tile] = wide
-        return total
 
     # Products.
 

@@ -21,7 +21,7 @@ from mpipar.ops.functions import EPILOGUES, Ops
 from mpipar.ops.numpy_attention import GAP, QUERY_TILE, part_sizes
 from mpipar.ops.numpy_ops import PRODUCT_TILE
 from mpipar.ops.shape_array import Ledger, ShapeArray
-from mpipar.ops.signature import DIMS, Array, Function, Part, Shape, ThreeArrays, shape_of
+from mpipar.ops.signature import DIMS, Array, Function, Part, Shape, answer, shape_of
 
 
 class Recording(Protocol):
@@ -29,6 +29,18 @@ class Recording(Protocol):
 
     @property
     def phase(self) -> str: ...
+
+
+# Buffers that `NumpyOps` keeps for a part of attention, by function.
+BUFFERS = {
+    "attention_forward": ("queries", "keys", "values"),
+    "attention_backward_input": ("queries", "dy", "keys", "values", "scores", "dk", "dv", "dq"),
+    "attention_block_forward": ("queries", "keys", "values", "scores"),
+    "attention_block_backward": (
+        *("queries", "dy", "keys", "values", "scores", "dk", "dv", "dq"),
+        *("turned keys", "probs"),
+    ),
+}
 
 
 class ShapeOps(Ops):
@@ -154,9 +166,15 @@ class ShapeOps(Ops):
         sizes = function.sizes(given)
         if function.flops:
             self._count(math.prod(shape_of(DIMS.findall(function.flops), sizes)))
+        held = function.name in BUFFERS and self._lend_attention(
+            function.name, given["q"], given["k"]
+        )
         real = [x.dtype for _, x in function.arrays(given) if x.dtype.kind not in "iu"]
-        results = tuple(self._result(part, sizes, given, real) for part in function.gives)
-        return results if len(results) > 1 else results[0] if results else None
+        if isinstance(given.get("out"), tuple):  # arrays for all results
+            given |= zip((part.name for part in function.gives), given["out"], strict=True)
+        results = [self._result(part, sizes, given, real) for part in function.gives]
+        del held
+        return answer(results)
 
     def _result(
         self, part: Part, sizes: Mapping[str, Any], given: Mapping[str, Any], real: list[np.dtype]
@@ -164,126 +182,41 @@ class ShapeOps(Ops):
         """Return one result; real: types of the arguments that are real numbers."""
         if part.kind == "host":
             return 0.0
-        if part.name in given:
-            return given[part.name]
+        shape, own = shape_of(part.dims or (), sizes), given.get(part.name)
+        if own is not None:
+            assert part.dims is None or own.shape == shape, (part.name, own.shape, shape)
+            return own
         dtype = {"": (*real, None)[0], "sum": self.accum_dtype}.get(part.kind, part.kind)
-        return self.empty(shape_of(part.dims or (), sizes), dtype)
-
-    # Attention. FLOPs are those of the full square, the convention of published model FLOPs: a
-    # product of all queries with all keys takes 2 B H Tq d Tk.
+        return self.empty(shape, dtype)
 
     def attention_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Any]:
-        """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk) or, in tiles, (y, stats)); two products."""
-        self._count(2 * 2 * q.size * k.shape[1])
-        self._lend_tiles(q, k, "queries", turned=("keys",), of_keys=("values",))
+        """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk) or, in tiles, (y, stats))."""
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_forward(q, k, v, q_pos, k_pos)
         batch, queries, heads, _ = q.shape
+        self._count(2 * 2 * q.size * k.shape[1])
         y = self.empty(q.shape, q.dtype)
         return y, (y, self.empty((batch, heads, queries, 2), self.accum_dtype))
 
-    def attention_backward_input(
-        self,
-        dy: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        saved: Any,
-        q_pos: Array,
-        k_pos: Array,
-        *,
-        out: ThreeArrays | None = None,
-    ) -> ThreeArrays:
-        """Return (dq, dk, dv), or `out`; four products."""
-        self._count(4 * 2 * q.size * k.shape[1])
-        held = self._lend_backward(q, k, "scores")
-        if q.shape[-1] > self.tiled_head_width:
-            batch, queries, heads, _ = q.shape
-            assert saved.shape == (batch, heads, queries, k.shape[1]), saved.shape
-        if out is None:
-            out = super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos)
-        del held
-        for given, x in zip((dy, *out), (q, q, k, v), strict=True):
-            assert given.shape == x.shape, (given.shape, x.shape)
-        return out
-
-    def attention_block_forward(
-        self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
-    ) -> tuple[Array, Array]:
-        """Return (y (B, Tq, H, d), stats (B, H, Tq, 2)); two products."""
-        self._count(2 * 2 * q.size * k.shape[1])
-        self._lend_tiles(
-            q, k, "queries", turned=("keys",), of_keys=("values",), of_scores=("scores",)
-        )
-        return super().attention_block_forward(q, k, v, q_pos, k_pos)
-
-    def attention_block_backward(
-        self,
-        dy: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        stats: Array,
-        delta: Array,
-        *,
-        q_pos: Array,
-        k_pos: Array,
-    ) -> ThreeArrays:
-        """Return (dq, dk, dv); five products, one of which recomputes the scores."""
-        self._count(5 * 2 * q.size * k.shape[1])
-        held = self._lend_backward(q, k, "scores", "probs")
-        self._lend_tiles(q, k, turned=("turned keys",))
-        results = super().attention_block_backward(
-            dy, q, k, v, stats, delta, q_pos=q_pos, k_pos=k_pos
-        )
-        del held
-        return results
-
-    def _lend_backward(self, q: Array, k: Array, *of_scores: str) -> Array | None:
-        """Count the buffers of a tiled backward pass; return those that a GPU releases."""
-        sums = (
-            ("dk", "dv", "part")
-            if q.shape[1] > QUERY_TILE or q.shape[2] > k.shape[2]
-            else ("dk", "dv")
-        )  # a single product computes each
-        self._lend_tiles(
-            q,
-            k,
-            "queries",
-            "dy",
-            turned=("values",),
-            of_scores=of_scores,
-            of_keys=("keys", *sums),
-            of_tile=("dq",),
-        )
-        if q.shape[-1] > self.tiled_head_width:
-            return None
-        return self.empty(parts_shape(q, k), np.float32, "buffers")
-
-    def _lend_tiles(
-        self,
-        q: Array,
-        k: Array,
-        *of_queries: str,
-        turned: Sequence[str] = (),
-        of_keys: Sequence[str] = (),
-        of_scores: Sequence[str] = (),
-        of_tile: Sequence[str] = (),
-    ) -> None:
-        """Count the buffers for a part, by name: see `NumpyOps`."""
+    def _lend_attention(self, name: str, q: Array, k: Array) -> Array | None:
+        """Count the buffers of attention for a part: see `NumpyOps`; return what a GPU releases."""
         (batch, queries, heads, width), (_, keys, kv_heads, _) = q.shape, k.shape
         assert heads % kv_heads == 0, (heads, kv_heads)
         rows, own_heads = part_sizes(batch, queries, heads, keys, kv_heads)
-        heads, kv_heads = heads // kv_heads * own_heads, own_heads
-        tile = min(queries, QUERY_TILE)
-        for names, size in (
-            (of_queries, heads * queries * width),
-            (of_tile, heads * tile * width),
-            (of_keys, kv_heads * keys * width),
-            (turned, kv_heads * width * (keys + GAP)),
-            (of_scores, heads * tile * keys),
-        ):
-            for name in names:
-                self._lend(name, rows * size)
+        group, tile, backward = heads // kv_heads, min(queries, QUERY_TILE), "backward" in name
+        turned = ("turned keys", "values" if backward else "keys")
+        sizes = dict.fromkeys(turned, (keys + GAP) * width) | {  # all others: keys * width
+            "queries": group * queries * width,
+            "dy": group * queries * width,
+            "dq": group * tile * width,
+            "scores": group * tile * keys,
+            "probs": group * tile * keys,
+        }
+        one_product = queries == tile and group == 1  # computes all of dk and of dv
+        for buffer in (*BUFFERS[name], *(["part"] if backward and not one_product else [])):
+            self._lend(buffer, rows * own_heads * sizes.get(buffer, keys * width))
+        if backward and width <= self.tiled_head_width:
+            return self.empty(parts_shape(q, k), np.float32, "buffers")
+        return None

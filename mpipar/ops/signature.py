@@ -6,8 +6,8 @@ What they have to know besides stands with the line; see `shapes`.
 
 A line reads "arguments -> results". `x[..K]` is an array: `..` stands for all leading dimensions
 and each letter for one. A letter has one size throughout a line; a digit is a size. `eps` is not an
-array, `shape=BHWC` is a tuple of sizes, and `count=K` is one size. Marks of an argument: the
-function writes to it (`+`), or it may be missing (`?`).
+array, and `count=K` is a size. Marks of an argument: the function writes to it (`+`), or it may be
+missing (`?`).
 
 A result with an argument's name is that argument. Any other result is an activation, of the type of
 the first argument with real numbers, unless a mark says otherwise: `:sum` the type of sums,
@@ -30,7 +30,8 @@ Runs: TypeAlias = Sequence[tuple[bool, slice]]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 DIMS = re.compile(r"\.\.|\w")
-PART = re.compile(r"(\w+)(?:\[([\w.]*)\])?(\+?)(\??)(?:=(\w+))?(?::(\w+))?")
+PART = re.compile(r"(\w+)(?:\[([\w.]*)\])?(\+?)(\??)(?:=(\w))?(?::(\w+))?")
+DIGITS = {str(size): size for size in range(10)}
 
 
 class Part(NamedTuple):
@@ -40,7 +41,7 @@ class Part(NamedTuple):
     dims: tuple[str, ...] | None
     written: bool
     optional: bool
-    sizes: str
+    size: str
     kind: str
 
     @classmethod
@@ -48,25 +49,25 @@ class Part(NamedTuple):
         """Return the Part that a word of a line describes."""
         found = PART.fullmatch(text)
         assert found, text
-        name, letters, written, optional, sizes, kind = found.groups()
+        name, letters, written, optional, size, kind = found.groups()
         dims = None if letters is None else tuple(DIMS.findall(letters))
-        return cls(name, dims, bool(written), bool(optional), sizes or "", kind or "")
+        return cls(name, dims, bool(written), bool(optional), size or "", kind or "")
 
     @property
     def by_row(self) -> bool:
         """Whether its leading dimensions are the rows of a function of rows."""
         return self.dims is not None and self.dims[:1] == ("..",)
 
-    def lengths(self, shape: Shape) -> tuple[Any, ...] | None:
-        """Return the size of each of `dims`, a tuple for `..`; None if shape has different dims."""
-        dims = self.dims or ()
-        extra = len(shape) - len(dims)
-        if ".." not in dims:
-            return shape if extra == 0 else None
-        at, extra = dims.index(".."), extra + 1
-        if extra < 0:
-            return None
-        return (*shape[:at], tuple(shape[at : at + extra]), *shape[at + extra :])
+    def lengths(self, x: Any) -> tuple[Any, ...]:
+        """Return the size of each of `dims`, a tuple for `..`, or the one size that x is."""
+        if self.dims is None:
+            return (x,)
+        shape = tuple(x.shape)
+        if ".." in self.dims:
+            at, rest = self.dims.index(".."), len(self.dims) - 1
+            end = at + len(shape) - rest
+            shape = (*shape[:at], shape[at:end], *shape[end:])
+        return shape
 
 
 class Function(NamedTuple):
@@ -108,23 +109,18 @@ class Function(NamedTuple):
 
     def sizes(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return letter -> size for the arguments of a call, which must be consistent."""
-        sizes: dict[str, Any] = {}
+        sizes: dict[str, Any] = dict(DIGITS)
         fits = True
-        arrays = self.arrays(given)
-        pairs: list[tuple[Any, Any]] = [(part.dims, part.lengths(x.shape)) for part, x in arrays]
-        pairs += [
-            (part.sizes, given[part.name] if len(part.sizes) > 1 else (given[part.name],))
-            for part in self.takes
-            if part.sizes
-        ]
-        for letters, lengths in pairs:
-            fits &= lengths is not None and all(
-                length == (int(letter) if letter.isdigit() else sizes.setdefault(letter, length))
-                for letter, length in zip(letters, lengths, strict=True)
-            )
+        for part in self.takes:
+            x, letters = given.get(part.name), part.dims or part.size
+            if x is not None and letters:
+                lengths = part.lengths(x)
+                fits &= len(lengths) == len(letters)
+                for letter, length in zip(letters, lengths, strict=False):
+                    fits &= sizes.setdefault(letter, length) == length
         assert fits, (
-            f"{self.name}: shapes {', '.join(str(tuple(x.shape)) for _, x in arrays)} do not fit"
-            f" {self.text}"
+            f"{self.name}: shapes {', '.join(str(tuple(x.shape)) for _, x in self.arrays(given))}"
+            f" do not fit {self.text}"
         )
         return sizes
 
@@ -133,9 +129,14 @@ def shape_of(dims: Iterable[str], sizes: Mapping[str, Any]) -> Shape:
     """Return the shape that letters stand for."""
     shape: Shape = ()
     for letter in dims:
-        length = int(letter) if letter.isdigit() else sizes[letter]
+        length = sizes[letter]
         shape += length if isinstance(length, tuple) else (length,)
     return shape
+
+
+def answer(results: Sequence[Any]) -> Any:
+    """Return what a function with these results returns: a tuple if there are several."""
+    return tuple(results) if len(results) > 1 else results[0] if results else None
 
 
 def shapes(
@@ -145,8 +146,8 @@ def shapes(
 
     rows: any rows of the results need only the same rows of the arguments. exact: it takes 16-bit
     operands as they are, since it moves values, adds two numbers of one type (which rounds once),
-    or works on arrays that are float32 anyway. flops: the floating-point operations of a product, a
-    number and the sizes that it is multiplied by.
+    or works on arrays that are float32 anyway. flops: the floating-point operations of products, as
+    the digits and sizes that are multiplied.
     """
     takes, gives = (tuple(map(Part.parse, side.split())) for side in text.split("->"))
 

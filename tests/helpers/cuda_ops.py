@@ -7,7 +7,6 @@ from cuda_host import run_kernel
 
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.cuda.fused import FusedOps
-from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.mixed_ops import DTYPES, MixedOps
 
 OF_CUPY = (
@@ -57,7 +56,7 @@ class Shifted(FusedOps):
 class HostOps(Shifted):
     """Products are NumPy's, in float32; what else has no kernel is the plain formula."""
 
-    takes_16_bits = tuple(one for one in FusedOps.takes_16_bits if not FUNCTIONS[one].flops)
+    takes_16_bits = tuple(one for one in FusedOps.takes_16_bits if "mul" not in one)
 
     def __init__(self, loader=None, dtype="float32"):
         xp = SimpleNamespace(**vars(np) | {"empty": poisoned})

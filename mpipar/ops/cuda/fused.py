@@ -9,10 +9,9 @@ D columns, V columns of a vocabulary shard. Sums over rows go through slabs, not
 run gives the same bits.
 """
 
-# The formulas of `ArrayOps` also take `out`, which only the loop over tiles passes to them.
-# mypy: disable-error-code="override"
-
+from collections.abc import Sequence
 from math import ceil
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,8 @@ from mpipar.ops.cuda.attention import AttentionOps
 from mpipar.ops.cuda.epilogues import Epilogues
 from mpipar.ops.cuda.kernels import C_TYPES, OLDEST_DEVICE
 from mpipar.ops.cupy_ops import CupyOps
-from mpipar.ops.functions import FUNCTIONS
-from mpipar.ops.signature import Array, Runs, ThreeArrays
+from mpipar.ops.functions import FUNCTIONS, by_kernel
+from mpipar.ops.signature import Array, Function, Runs
 
 ROW_THREADS = 128  # threads that share a long row
 WARPS = 4  # of a block whose warps take a row each, as in rows.cuh
@@ -83,71 +82,108 @@ class FusedOps(AttentionOps):
 
     # How kernels are started.
 
+    # Each gets the kernel, the array x that it walks over, what it reads, and what it writes.
+
     def _elements(
-        self, file: str, name: str, count: int, *arguments: Any, each: int = ELEMENTS
+        self,
+        file: str,
+        name: str,
+        x: Array,
+        reads: Sequence[Any],
+        writes: Sequence[Array],
+        each: int = ELEMENTS,
     ) -> None:
-        """Start a kernel whose threads share `count` elements, `each` elements per thread."""
-        blocks = min(max(1, ceil(count / (ELEMENT_THREADS * each))), MOST_BLOCKS)
-        self.loader.launch(file, name, (blocks,), (ELEMENT_THREADS,), (np.int64(count), *arguments))
-
-    def _rows(self, file: str, kernel: str, x: Array, *arguments: Any) -> None:
-        """Start a kernel with a block for each row of x (..., D)."""
-        rows = x.size // max(1, x.shape[-1])
-        if rows:
-            self.loader.launch(
-                file,
-                by_row(kernel, x.dtype.name),
-                (rows,),
-                (ROW_THREADS,),
-                (x.shape[-1], *arguments),
-            )
-
-    def _warps(self, file: str, kernel: str, x: Array, *arguments: Any) -> None:
-        """Start a kernel with a warp for each row of x (..., D)."""
-        if x.size:
-            columns = x.shape[-1]
-            self._by_warp(file, kernel, x, x.size // columns, columns, *arguments)
-
-    def _by_warp(self, file: str, kernel: str, x: Array, rows: int, *arguments: Any) -> None:
-        """Start a kernel of the type of x with a warp for each of the rows."""
+        """Start a kernel whose threads share the elements of x, `each` elements per thread."""
+        blocks = min(max(1, ceil(x.size / (ELEMENT_THREADS * each))), MOST_BLOCKS)
         self.loader.launch(
-            file,
-            by_type(kernel, x.dtype.name),
-            (ceil(rows / WARPS),),
-            (32, WARPS),
-            (rows, *arguments),
+            file, name, (blocks,), (ELEMENT_THREADS,), (np.int64(x.size), *reads, *writes)
         )
 
-    # GELU.
+    def _warps(
+        self, file: str, name: str, x: Array, reads: Sequence[Any], writes: Sequence[Array]
+    ) -> None:
+        """Start a kernel with a warp for each row of x (..., D)."""
+        if x.size:
+            rows, columns = as_rows(x).shape
+            self._by_warp(file, name, rows, columns, *reads, *writes)
 
-    def gelu_forward(self, x: Array) -> Array:
-        """Return the tanh form of GELU of x."""
-        x, y = self._whole(x), self.xp.empty(x.shape, x.dtype)
-        self._elements("gelu.cu", by_type("gelu_forward", x.dtype.name), x.size, x, y)
-        return y
+    def _by_warp(self, file: str, name: str, rows: int, *arguments: Any) -> None:
+        self.loader.launch(file, name, (ceil(rows / WARPS),), (32, WARPS), (rows, *arguments))
 
-    def gelu_backward_input(self, dy: Array, x: Array) -> Array:
-        """Return dx = dy GELU'(x)."""
-        assert (dy.shape, dy.dtype) == (x.shape, x.dtype), (dy.shape, x.shape)
-        dy, x, dx = self._whole(dy), self._whole(x), self.xp.empty(x.shape, x.dtype)
-        self._elements("gelu.cu", by_type("gelu_backward", x.dtype.name), x.size, dy, x, dx)
-        return dx
+    def _rows(self, kernel: str, x: Array, *arguments: Any) -> None:
+        """Start a kernel of cross-entropy with a block for each row of x (N, V)."""
+        rows, columns = x.shape
+        if rows:
+            name = by_row(kernel, x.dtype.name)
+            self.loader.launch(
+                "cross_entropy.cu", name, (rows,), (ROW_THREADS,), (columns, *arguments)
+            )
 
-    # SwiGLU and rotary positions.
+    def _slabs(
+        self, file: str, name: str, x: Array, reads: Sequence[Any], writes: Sequence[Array]
+    ) -> None:
+        """Start a kernel that adds sums over the rows of x, computed in slabs."""
+        if x.size:
+            rows, columns = as_rows(x).shape
+            slabs = min(ceil(rows / SLAB_ROWS), MOST_SLABS)
+            strips = ceil(columns * x.itemsize / STRIP_BYTES)
+            if self._done.size < strips:
+                self._done = self.xp.zeros((strips,), np.int32)
+            partial = self.xp.empty((len(writes), slabs, columns), np.float32)
+            self.loader.launch(
+                file,
+                name,
+                (strips, slabs),
+                (SLAB_THREADS,),
+                (rows, columns, *reads, partial, self._done, *writes),
+            )
 
-    def swiglu_forward(self, h: Array) -> Array:
-        """Return silu(gate) up (..., F) of h (..., 2, F), which is gate and up."""
-        h, y = self._whole(h), self.xp.empty((*h.shape[:-2], h.shape[-1]), h.dtype)
-        self._warps("swiglu.cu", "swiglu_forward", y, h, y)
-        return y
+    # Functions that are one kernel: its file, its name, and how it is started.
+    _chains = MappingProxyType(
+        {
+            "gelu_forward": ("gelu.cu", "gelu_forward", _elements),
+            "gelu_backward_input": ("gelu.cu", "gelu_backward", _elements),
+            "swiglu_forward": ("swiglu.cu", "swiglu_forward", _warps),
+            "swiglu_backward_input": ("swiglu.cu", "swiglu_backward", _warps),
+            "layernorm_forward": ("norm.cu", "layernorm_forward", _warps),
+            "layernorm_backward_input": ("norm.cu", "layernorm_backward", _warps),
+            "layernorm_backward_weight": ("norm.cu", "layernorm_slabs", _slabs),
+            "rmsnorm_forward": ("norm.cu", "rmsnorm_forward", _warps),
+            "rmsnorm_backward_input": ("norm.cu", "rmsnorm_backward", _warps),
+            "rmsnorm_backward_weight": ("norm.cu", "rmsnorm_slabs", _slabs),
+        }
+    )
+    vars().update({name: by_kernel(name) for name in _chains})
 
-    def swiglu_backward_input(self, dy: Array, h: Array) -> tuple[Array, Array]:
-        """Return (dh (..., 2, F), and silu(gate) up (..., F) recomputed)."""
-        assert (*dy.shape[:-1], 2, dy.shape[-1]) == h.shape, (dy.shape, h.shape)
-        assert dy.dtype == h.dtype, (dy.dtype, h.dtype)
-        dh, y = self.xp.empty(h.shape, h.dtype), self.xp.empty(dy.shape, dy.dtype)
-        self._warps("swiglu.cu", "swiglu_backward", y, self._whole(dy), self._whole(h), dh, y)
-        return dh, y
+    def _run(
+        self,
+        function: Function,
+        arguments: Sequence[Any],
+        results: Sequence[Array],
+        inner: Sequence[int | None],
+    ) -> None:
+        """Start the kernel of a function; it adds to arrays that the function writes to."""
+        file, kernel, start = self._chains[function.name]
+        walked = results[0] if function.name.endswith("forward") else arguments[0]
+        reads: list[Any] = []
+        writes = [*results]
+        for part, x in zip(function.takes, arguments, strict=True):
+            if part.written:
+                assert x.dtype == np.float32, (function.name, x.dtype)
+                writes.append(self._in_place(x))
+            else:
+                value = NULL if x is None else float(x) if part.dims is None else self._whole(x)
+                reads.append(value)
+        assert all(x.dtype == walked.dtype for x in reads[:2]), (function.name, walked.dtype)
+        start(self, file, by_type(kernel, walked.dtype.name), walked, reads, writes)
+
+    def bias_backward_weight(self, dy: Array, db: Array) -> None:
+        """Add the sum of dy (..., D) over its rows to db (D,)."""
+        assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
+        name = f"column_sums<{C_TYPES[dy.dtype.name]}, {C_TYPES[db.dtype.name]}>"
+        self._slabs("columns.cu", name, dy, [self._whole(dy)], [self._in_place(db)])
+
+    # Rotary positions.
 
     def rope_forward(self, x: Array, positions: Array, table: Array) -> Array:
         """Rotate x (B, T, H, d) in place by the angles of its positions (T,) or (B, T)."""
@@ -168,8 +204,7 @@ class FusedOps(AttentionOps):
         if x.size:
             self._by_warp(
                 "rope.cu",
-                "rotate",
-                x,
+                by_type("rotate", x.dtype.name),
                 batch * tokens,
                 width // 2,
                 heads,
@@ -181,105 +216,6 @@ class FusedOps(AttentionOps):
                 x,
             )
         return x
-
-    # Sums over rows.
-
-    def bias_backward_weight(self, dy: Array, db: Array) -> None:
-        """Add the sum of dy (..., D) over its rows to db (D,)."""
-        assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
-        dy = self._whole(dy)
-        name = f"column_sums<{C_TYPES[dy.dtype.name]}, {C_TYPES[db.dtype.name]}>"
-        self._slabs("columns.cu", name, dy, (dy,), (db,))
-
-    def _slabs(
-        self, file: str, name: str, x: Array, arguments: tuple[Any, ...], outs: tuple[Array, ...]
-    ) -> None:
-        """Start a kernel that adds sums over the rows of x, computed in slabs, to outs."""
-        columns = x.shape[-1]
-        rows = x.size // max(1, columns)
-        if x.size == 0:
-            return
-        slabs = min(ceil(rows / SLAB_ROWS), MOST_SLABS)
-        strips = ceil(columns * x.itemsize / STRIP_BYTES)
-        if self._done.size < strips:
-            self._done = self.xp.zeros((strips,), np.int32)
-        partial = self.xp.empty((len(outs), slabs, columns), np.float32)
-        self.loader.launch(
-            file,
-            name,
-            (strips, slabs),
-            (SLAB_THREADS,),
-            (rows, columns, *arguments, partial, self._done, *map(self._in_place, outs)),
-        )
-
-    # LayerNorm, and RMSNorm, which has neither mean nor b.
-
-    def layernorm_forward(self, x: Array, w: Array, b: Array, eps: float) -> ThreeArrays:
-        """Return (y, mean, rstd): y (..., D), mean and rstd (...) in float32."""
-        y, mean, rstd = self._results(x, 2)
-        self._warps(
-            "norm.cu", "layernorm_forward", x, self._whole(x), w, b, float(eps), y, mean, rstd
-        )
-        return y, mean, rstd
-
-    def layernorm_backward_input(
-        self,
-        dy: Array,
-        x: Array,
-        w: Array,
-        mean: Array,
-        rstd: Array,
-        around: Array | None = None,
-    ) -> Array:
-        """Return dx (..., D), plus what flows around the norm."""
-        return self._norm_backward("layernorm_backward", dy, x, w, (mean, rstd), around)
-
-    def layernorm_backward_weight(
-        self, dy: Array, x: Array, mean: Array, rstd: Array, dw: Array, db: Array
-    ) -> None:
-        """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
-        arguments = (self._whole(dy), self._whole(x), mean, rstd)
-        assert dw.dtype == db.dtype == np.float32, (dw.dtype, db.dtype)
-        self._slabs("norm.cu", by_type("layernorm_slabs", x.dtype.name), x, arguments, (dw, db))
-
-    def rmsnorm_forward(self, x: Array, w: Array, eps: float) -> tuple[Array, Array]:
-        """Return (y, rstd): y (..., D), rstd (...) in float32."""
-        y, rstd = self._results(x, 1)
-        self._warps("norm.cu", "rmsnorm_forward", x, self._whole(x), w, float(eps), y, rstd)
-        return y, rstd
-
-    def rmsnorm_backward_input(
-        self, dy: Array, x: Array, w: Array, rstd: Array, around: Array | None = None
-    ) -> Array:
-        """Return dx (..., D), plus what flows around the norm."""
-        return self._norm_backward("rmsnorm_backward", dy, x, w, (rstd,), around)
-
-    def rmsnorm_backward_weight(self, dy: Array, x: Array, rstd: Array, dw: Array) -> None:
-        """Add the sum of dy x rstd to dw (D,)."""
-        arguments = (self._whole(dy), self._whole(x), rstd)
-        assert dw.dtype == np.float32, dw.dtype
-        self._slabs("norm.cu", by_type("rmsnorm_slabs", x.dtype.name), x, arguments, (dw,))
-
-    def _norm_backward(
-        self,
-        kernel: str,
-        dy: Array,
-        x: Array,
-        w: Array,
-        statistics: tuple[Array, ...],
-        around: Array | None,
-    ) -> Array:
-        dx = self.xp.empty(x.shape, x.dtype)
-        more = NULL if around is None else self._whole(around)
-        self._warps("norm.cu", kernel, x, self._whole(dy), self._whole(x), w, *statistics, more, dx)
-        return dx
-
-    def _results(self, x: Array, statistics: int) -> tuple[Array, ...]:
-        """Return empty arrays: one like x (..., D), and as many (...) in float32."""
-        return (
-            self.xp.empty(x.shape, x.dtype),
-            *(self.xp.empty(x.shape[:-1], np.float32) for _ in range(statistics)),
-        )
 
     # Cross-entropy over a vocabulary shard.
 
@@ -293,7 +229,6 @@ class FusedOps(AttentionOps):
         valid = valid_columns(logits, start, num_valid)
         stats = self.xp.empty((logits.shape[0], 3), np.float32)
         self._rows(
-            "cross_entropy.cu",
             "cross_entropy_stats",
             logits,
             valid,
@@ -312,15 +247,9 @@ class FusedOps(AttentionOps):
         shards, rows, _ = stats.shape
         assert stats.dtype == np.float32, stats.dtype
         loss, sums = (self.xp.empty(shape, np.float32) for shape in ((rows,), (rows, 2)))
+        arguments = [shards, self._whole(stats)]
         self._elements(
-            "cross_entropy.cu",
-            "cross_entropy_combine",
-            rows,
-            shards,
-            self._whole(stats),
-            loss,
-            sums,
-            each=1,
+            "cross_entropy.cu", "cross_entropy_combine", loss, arguments, [loss, sums], 1
         )
         return loss, sums
 
@@ -333,7 +262,6 @@ class FusedOps(AttentionOps):
         """
         valid = valid_columns(logits, start, num_valid)
         self._rows(
-            "cross_entropy.cu",
             "cross_entropy_backward",
             logits,
             valid,
