@@ -31,7 +31,7 @@ from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.run import traced_steps
 from mpipar.config.sections import build
-from mpipar.ops.shape_array import MEMORY_LABELS
+from mpipar.ops.shape_ops import MEMORY_LABELS
 from mpipar.run.trace import trace_file
 from mpipar.run.trace.tracer import Tracer
 from mpipar.study.explain.formulas import units_of

@@ -23,7 +23,7 @@ from docs.build.blocks import Block
 from mpipar import cli
 from mpipar.commands.schedule import cost_words, costs_of, title
 from mpipar.errors import UserError
-from mpipar.ops.shape_array import labels_of
+from mpipar.ops.shape_ops import labels_of
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.run.console.tables import nbytes
 from mpipar.study.explain.predict import fullest

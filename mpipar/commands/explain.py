@@ -18,7 +18,7 @@ from mpipar.config.setting import setting, switch
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_OK, UsageError, broken
 from mpipar.models.decoder import ENTRY
-from mpipar.ops.shape_array import labels_of
+from mpipar.ops.shape_ops import labels_of
 from mpipar.run.console.tables import (
     WIDTH,
     barriers,

@@ -1,7 +1,13 @@
-"""The array functions on a GPU through CuPy: plain ones, products, and device management."""
+"""The array functions on a GPU through CuPy: plain ones, products, embeddings, and its memory.
+
+Embeddings are kernels: plain CuPy would read masks on the host, and sum by atomics. With them every
+run gives the same bits, and nothing is read from the device.
+"""
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
@@ -10,17 +16,95 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from mpipar.errors import EnvironmentProblem
+from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.arrays import as_rows
-from mpipar.ops.cuda.embedding import EmbeddingOps
 from mpipar.ops.cuda.gemm import BlasGemm, TileGemm
-from mpipar.ops.cuda.kernels import Loader
-from mpipar.ops.cupy_copies import Copies
+from mpipar.ops.cuda.kernels import C_TYPES, Loader
 from mpipar.ops.signature import Array, Shape
 
 OLDEST_CUPY = 14  # the first that knows bfloat16
+# Of embedding.cu: threads that share a row, of a sort, of a sum, and bytes of a row that one block
+# of the sums reads.
+ROW_THREADS, SORT_THREADS, SUM_BLOCK, SUM_BYTES = 128, 512, (32, 8), 32 * 16
+SORT, MERGE = f"places_in_tiles<{SORT_THREADS}>", "merge_runs"
+# The type of tables: its kernels for lookups, positions and sums, by their name expressions.
+EMBEDDINGS = {
+    dtype: (
+        f"embedding_forward<{own}, {ROW_THREADS}>",
+        f"position_forward<{own}, {total}, {ROW_THREADS}>",
+        f"add_rows<{own}, {total}>",
+    )
+    for dtype, own, total in (
+        *((name, of_kernels, "float") for name, of_kernels in C_TYPES.items()),
+        ("float64", "double", "double"),
+    )
+}
 
 
-class CupyOps(EmbeddingOps):
+class Copies:
+    """Copies between a GPU and page-locked host memory, which run while the GPU computes.
+
+    Each direction has its own stream besides the current stream, which computes. Since a GPU has a
+    copy engine for each direction, a copy out, a copy in and products run at the same time. An
+    event marks the end of each copy, before which its memory must not be touched. Before starting
+    one, the caller synchronizes the computing stream.
+
+    pinned(shape, dtype) returns page-locked memory.
+    """
+
+    def __init__(self, xp: ModuleType, pinned: Callable[[Shape, Any], np.ndarray]) -> None:
+        self._xp, self._pinned = xp, pinned
+        # Blocking streams would wait for the default stream, where products run.
+        self._out = xp.cuda.Stream(non_blocking=True)
+        self._in = xp.cuda.Stream(non_blocking=True)
+        # (event of a copy to the host, what to call after it), in order
+        self.leaving: deque[tuple[Any, Callable[[], object]]] = deque()
+        # (event of a copy to the device, host memory that it reads)
+        self._arriving: list[tuple[Any, np.ndarray]] = []
+
+    def out(
+        self, x: Array, then: Callable[[np.ndarray], object], host: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Queue a copy of x to host memory, and return that; then(host) is called after it.
+
+        host: page-locked memory from `room`, or new memory.
+        """
+        assert x.flags.c_contiguous, (x.shape, x.strides)
+        host = self.room(x.shape, x.dtype) if host is None else host
+        x.get(stream=self._out, out=host, blocking=False)
+        self.leaving.append((self._out.record(), partial(then, host)))
+        return host
+
+    def hand_over(self, wait: bool = False) -> None:
+        """Make the calls that follow finished copies to the host; wait: those of all copies.
+
+        They are made in the order of the copies. A rank must wait for all of them before it blocks
+        in MPI; otherwise the rank that it waits for could itself wait for a message that is still
+        here.
+        """
+        while self.leaving and (wait or self.leaving[0][0].done):
+            event, then = self.leaving.popleft()
+            event.synchronize()
+            then()
+
+    def into(self, host: np.ndarray, x: Array) -> Any:
+        """Queue a copy of host memory to x; return its event, for `use_after`."""
+        x.set(host, stream=self._in)
+        event = self._in.record()
+        self._arriving.append((event, host))
+        return event
+
+    def use_after(self, event: Any) -> None:
+        """Make what is computed from now on wait for the event."""
+        self._xp.cuda.get_current_stream().wait_event(event)
+
+    def room(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
+        """Return new page-locked memory. Memory that copies to the device still read is kept."""
+        self._arriving = [(event, host) for event, host in self._arriving if not event.done]
+        return self._pinned(shape, dtype)
+
+
+class CupyOps(ArrayOps):
     """The array functions of `ArrayOps` on a CUDA device, which becomes the current one.
 
     gemm: products of 16-bit operands with weights by "blas" (cuBLAS, as all others) or "tile" (the
@@ -91,6 +175,93 @@ class CupyOps(EmbeddingOps):
         for i in range(len(a)):
             self._blas.stacked(a[i], b[i], out[i])
         return out
+
+    # Embeddings. V rows of a table, D its columns.
+
+    def embedding_forward(self, ids: Array, table: Array, start: int) -> Array:
+        """Return table[ids - start] (..., D), zeros where an id belongs to another shard."""
+        y = self.xp.empty((*ids.shape, table.shape[1]), table.dtype)
+        self._embed(0, y, self._ids(ids), table, np.int64(start), np.int64(len(table)), y)
+        return y
+
+    def position_forward(self, x: Array, positions: Array, table: Array) -> Array:
+        """Return x (B, T, D) + table[positions], positions (T,) or (B, T)."""
+        assert x.dtype == table.dtype, (x.dtype, table.dtype)
+        y = self.xp.empty(x.shape, x.dtype)
+        self._embed(1, y, positions.size, self._ids(positions), table, self._whole(x), y)
+        return y
+
+    def _embed(self, kernel: int, y: Array, *arguments: Any) -> None:
+        """Start a kernel with a block for each row of y (..., D)."""
+        if y.size:
+            self.loader.launch(
+                "embedding.cu",
+                EMBEDDINGS[y.dtype.name][kernel],
+                (y.size // y.shape[-1],),
+                (ROW_THREADS,),
+                (y.shape[-1], *arguments),
+            )
+
+    def position_backward_weight(self, positions: Array, dy: Array, dtable: Array) -> None:
+        """Add the batch sum of dy (B, T, D) to the rows `positions` of dtable."""
+        self.embedding_backward_weight(positions, dy, dtable, 0)
+
+    def embedding_backward_weight(self, ids: Array, dy: Array, dtable: Array, start: int) -> None:
+        """Add each row of dy (..., D) to its id's row of dtable, if this shard holds it.
+
+        Gradients are float32, or float64 if all numbers are. ids: of all rows of dy, or of the rows
+        of each of its sequences.
+        """
+        n, columns = ids.size, dy.shape[-1]
+        if dy.size == 0:
+            return
+        ids, dy = self._ids(ids), self._whole(dy)
+        self.loader.launch(
+            "embedding.cu",
+            EMBEDDINGS[dy.dtype.name][2],
+            (n, math.ceil(columns * dy.itemsize / SUM_BYTES)),
+            SUM_BLOCK,
+            (
+                columns,
+                n,
+                dy.size // columns // n,
+                ids,
+                self._order(ids),
+                dy,
+                np.int64(start),
+                np.int64(len(dtable)),
+                self._in_place(dtable),
+            ),
+        )
+
+    def _order(self, ids: Array) -> Array:
+        """Return the places of the ids in ascending order; equal ids keep their order."""
+        n, length = ids.size, SORT_THREADS
+        grid, block = (math.ceil(n / SORT_THREADS),), (SORT_THREADS,)
+        order = self.xp.empty((n,), np.int32)
+        self.loader.launch("embedding.cu", SORT, grid, block, (n, ids, order))
+        while length < n:
+            merged = self.xp.empty((n,), np.int32)
+            self.loader.launch("embedding.cu", MERGE, grid, block, (n, length, ids, order, merged))
+            order, length = merged, 2 * length
+        return order
+
+    # What kernels take.
+
+    def _whole(self, x: Array) -> Array:
+        """Return x, or a copy if there are gaps between its elements."""
+        return self.xp.ascontiguousarray(x)
+
+    def _ids(self, x: Array) -> Array:
+        assert x.dtype == np.int64, x.dtype
+        return self._whole(x)
+
+    @staticmethod
+    def _in_place(x: Array) -> Array:
+        assert x.flags.c_contiguous, (x.shape, x.strides)
+        return x
+
+    # Sums, updates, memory and time.
 
     def sum(self, x: Array) -> Any:
         """Return the sum of x, accumulated in float64, as an array () for `to_floats` to read."""

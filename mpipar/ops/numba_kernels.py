@@ -159,38 +159,26 @@ def rotate(x: Array, cos: Array, sin: Array) -> None:
                     x[b, t, head, half + i] = second * c + first * s
 
 
-# Norms. RMSNorm is a LayerNorm whose rows have mean 0.
+# Norms. RMSNorm is a LayerNorm whose rows have mean 0, which is passed as None.
 
 
 @compiled(REORDER)
-def _sum(row: Array) -> Any:
-    """Return the sum of row (D,), added up in runs: errors grow with their length."""
+def _mean(row: Array, squared: bool) -> Any:
+    """Return the mean of row (D,) or of its squares, added up in runs: errors grow with length."""
     total = row.dtype.type(0.0)
     for start in range(0, row.size, RUN):
         some, part = row[start : start + RUN], row.dtype.type(0.0)
         for j in range(some.size):
-            part += some[j]
+            part += some[j] * some[j] if squared else some[j]
         total += part
-    return total
-
-
-@compiled(REORDER)
-def _rstd(row: Array, eps: float) -> Any:
-    """Return 1 / sqrt(mean of the squares of row (D,) + eps), summed in the same way."""
-    total, one = row.dtype.type(0.0), row.dtype.type(1.0)
-    for start in range(0, row.size, RUN):
-        some, part = row[start : start + RUN], row.dtype.type(0.0)
-        for j in range(some.size):
-            part += some[j] * some[j]
-        total += part
-    return one / np.sqrt(total / row.dtype.type(row.size) + eps)
+    return total / row.dtype.type(row.size)
 
 
 @compiled(ROUND_ONCE)
 def rmsnorm_forward(x: Array, w: Array, eps: float, y: Array, rstd: Array) -> None:
     """Write x rstd w to y (N, D), and rstd (N,)."""
     for i in range(x.shape[0]):
-        r = _rstd(x[i], eps)
+        r = x.dtype.type(1.0) / np.sqrt(_mean(x[i], True) + eps)
         for j in range(x.shape[1]):
             y[i, j] = x[i, j] * r * w[j]
         rstd[i] = r
@@ -204,48 +192,47 @@ def layernorm_forward(
 
     x - first is stored, so that no sum can be reordered across it.
     """
-    width = x.dtype.type(x.shape[1])
     for i in range(x.shape[0]):
         first = x[i, 0]
         for j in range(x.shape[1]):
             y[i, j] = x[i, j] - first
-        m = _sum(y[i]) / width
+        m = _mean(y[i], False)
         for j in range(x.shape[1]):
             y[i, j] -= m
-        r = _rstd(y[i], eps)
+        r = x.dtype.type(1.0) / np.sqrt(_mean(y[i], True) + eps)
         for j in range(x.shape[1]):
             y[i, j] = y[i, j] * r * w[j] + b[j]
         mean[i], rstd[i] = first + m, r
 
 
-@compiled(REORDER, "always")
-def _norm_backward_row(
+@compiled(REORDER)
+def layernorm_backward_input(
     dy: Array,
     x: Array,
     w: Array,
-    i: int,
-    m: float,
-    r: float,
+    mean: Array | None,
+    rstd: Array,
     around: Array | None,
-    centered: bool,
     dx: Array,
 ) -> None:
-    """Write r (g - mean(g) - xhat mean(g xhat)), g = dy w, to row i of dx (N, D).
+    """Write rstd (g - mean(g) - xhat mean(g xhat)), g = dy w, to dx (N, D).
 
-    If x was not centered, mean(g) is left out. around: what is added, if given.
+    Without a mean of x, mean(g) is left out. around: what is added, if given.
     """
-    width = x.dtype.type(x.shape[1])
-    level = slope = x.dtype.type(0.0)
-    for j in range(x.shape[1]):
-        g = dy[i, j] * w[j]
-        level += g
-        slope += g * ((x[i, j] - m) * r)
-    level, slope = level / width if centered else x.dtype.type(0.0), slope / width
-    for j in range(x.shape[1]):
-        dx[i, j] = r * (dy[i, j] * w[j] - level - (x[i, j] - m) * r * slope)
-    if around is not None:
+    width, zero = x.dtype.type(x.shape[1]), x.dtype.type(0.0)
+    for i in range(x.shape[0]):
+        m, r = zero if mean is None else mean[i], rstd[i]
+        level = slope = zero
         for j in range(x.shape[1]):
-            dx[i, j] += around[i, j]
+            g = dy[i, j] * w[j]
+            level += g
+            slope += g * ((x[i, j] - m) * r)
+        level, slope = zero if mean is None else level / width, slope / width
+        for j in range(x.shape[1]):
+            dx[i, j] = r * (dy[i, j] * w[j] - level - (x[i, j] - m) * r * slope)
+        if around is not None:
+            for j in range(x.shape[1]):
+                dx[i, j] += around[i, j]
 
 
 @compiled(REORDER)
@@ -253,47 +240,31 @@ def rmsnorm_backward_input(
     dy: Array, x: Array, w: Array, rstd: Array, around: Array | None, dx: Array
 ) -> None:
     """Write rstd (g - xhat mean(g xhat)), g = dy w, to dx (N, D)."""
-    for i in range(x.shape[0]):
-        _norm_backward_row(dy, x, w, i, x.dtype.type(0.0), rstd[i], around, False, dx)
+    layernorm_backward_input(dy, x, w, None, rstd, around, dx)
 
 
-@compiled(REORDER)
-def layernorm_backward_input(
-    dy: Array, x: Array, w: Array, mean: Array, rstd: Array, around: Array | None, dx: Array
+@compiled(ROUND_ONCE)
+def layernorm_backward_weight(
+    dy: Array, x: Array, mean: Array | None, rstd: Array, dw: Array, db: Array | None
 ) -> None:
-    """Write rstd (g - mean(g) - xhat mean(g xhat)), g = dy w, to dx (N, D)."""
-    for i in range(x.shape[0]):
-        _norm_backward_row(dy, x, w, i, mean[i], rstd[i], around, True, dx)
+    """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,), if there is one."""
+    part_dw, part_db = np.empty_like(dw), np.empty_like(dw)
+    for start in range(0, x.shape[0], ROW_RUN):
+        part_dw[:], part_db[:] = 0, 0
+        for i in range(start, min(start + ROW_RUN, x.shape[0])):
+            m, r = x.dtype.type(0.0) if mean is None else mean[i], rstd[i]
+            for j in range(x.shape[1]):
+                part_dw[j] += dy[i, j] * ((x[i, j] - m) * r)
+                part_db[j] += dy[i, j]
+        dw += part_dw
+        if db is not None:
+            db += part_db
 
 
 @compiled(ROUND_ONCE)
 def rmsnorm_backward_weight(dy: Array, x: Array, rstd: Array, dw: Array) -> None:
     """Add the sum of dy xhat to dw (D,)."""
-    part = np.empty_like(dw)
-    for start in range(0, x.shape[0], ROW_RUN):
-        part[:] = 0
-        for i in range(start, min(start + ROW_RUN, x.shape[0])):
-            r = rstd[i]
-            for j in range(x.shape[1]):
-                part[j] += dy[i, j] * (x[i, j] * r)
-        dw += part
-
-
-@compiled(ROUND_ONCE)
-def layernorm_backward_weight(
-    dy: Array, x: Array, mean: Array, rstd: Array, dw: Array, db: Array
-) -> None:
-    """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
-    part_dw, part_db = np.empty_like(dw), np.empty_like(db)
-    for start in range(0, x.shape[0], ROW_RUN):
-        part_dw[:], part_db[:] = 0, 0
-        for i in range(start, min(start + ROW_RUN, x.shape[0])):
-            m, r = mean[i], rstd[i]
-            for j in range(x.shape[1]):
-                part_dw[j] += dy[i, j] * ((x[i, j] - m) * r)
-                part_db[j] += dy[i, j]
-        dw += part_dw
-        db += part_db
+    layernorm_backward_weight(dy, x, None, rstd, dw, None)
 
 
 # Softmax. The maximum of a row comes from NumPy, whose maximum is vectorised and keeps NaN.

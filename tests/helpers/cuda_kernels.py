@@ -1,7 +1,8 @@
 """The CUDA kernel instantiations in use: those that tests compile, and run on the CPU."""
 
 from bench.kernels import rungs
-from mpipar.ops.cuda import attention, embedding, fused, kernels
+from mpipar.ops import cupy_ops
+from mpipar.ops.cuda import attention, fused, kernels
 from mpipar.ops.cuda import gemm as own
 
 NORM_KERNELS = (
@@ -52,10 +53,10 @@ def of_chains():
         "adamw",
         *(fused.by_type("adamw_with_copy", dtype) for dtype in DTYPES[1:]),
     )
-    files[embedding.FILE] = (
-        embedding.SORT,
-        embedding.MERGE,
-        *(name for names in embedding.NAMES.values() for name in names),
+    files["embedding.cu"] = (
+        cupy_ops.SORT,
+        cupy_ops.MERGE,
+        *(name for names in cupy_ops.EMBEDDINGS.values() for name in names),
     )
     return files
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from mpipar.errors import EnvironmentProblem
-from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.signature import Array, Shape
+from mpipar.ops.signature import Shape
 
 FOLDER = Path(__file__).parent
 # The kernels' names for NumPy's types.
@@ -129,22 +128,3 @@ class Loader:
         if shared_bytes > PLAIN_SHARED_BYTES:
             function.max_dynamic_shared_size_bytes = shared_bytes
         return function
-
-
-class KernelOps(ArrayOps):
-    """Array functions of a device, some of them by kernels that `loader` starts."""
-
-    loader: Loader
-
-    def _whole(self, x: Array) -> Array:
-        """Return x, or a copy if there are gaps between its elements."""
-        return self.xp.ascontiguousarray(x)
-
-    def _ids(self, x: Array) -> Array:
-        assert x.dtype == np.int64, x.dtype
-        return self._whole(x)
-
-    @staticmethod
-    def _in_place(x: Array) -> Array:
-        assert x.flags.c_contiguous, (x.shape, x.strides)
-        return x

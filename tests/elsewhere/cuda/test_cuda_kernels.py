@@ -15,7 +15,7 @@ from ops_cases import OPERANDS, Sizes, call_every_op, check_every_op, relative
 
 from mpipar.ops.array_attention import rope_table
 from mpipar.ops.cuda import fused
-from mpipar.ops.cuda.embedding import MERGE, SORT, SORT_THREADS
+from mpipar.ops.cupy_ops import MERGE, SORT, SORT_THREADS
 
 DTYPES = ("float32", "bfloat16", "float16")
 FLOAT32 = 2e-6  # of a few steps before the rounding of the result

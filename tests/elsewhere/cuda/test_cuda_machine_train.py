@@ -47,8 +47,7 @@ AWARE = {"MPIPAR_CUDA_AWARE": "yes", "CUDA_MACHINE_AWARE": "1"}
 BROKEN = """
 import sys
 from mpipar.__main__ import main
-from mpipar.ops.cupy_copies import Copies
-from mpipar.ops.cupy_ops import CupyOps
+from mpipar.ops.cupy_ops import Copies, CupyOps
 {}
 sys.exit(main())
 """

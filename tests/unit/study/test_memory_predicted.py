@@ -9,7 +9,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
-from mpipar.ops.shape_array import Ledger
+from mpipar.ops.shape_ops import Ledger
 from mpipar.run.console.metrics import PeakMemory
 from mpipar.run.data import rows
 from mpipar.study.explain.predict import predict
