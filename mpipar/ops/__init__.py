@@ -16,7 +16,7 @@ from mpipar.ops.numba_ops import NumbaOps
 from mpipar.ops.numpy_ops import NumpyOps
 from mpipar.ops.shape_ops import Recording, ShapeOps
 
-__all__ = ["KERNELS", "make", "make_for", "problems", "shapes_for"]
+__all__ = ["KERNELS", "make", "make_for", "shapes_for"]
 
 DEVICES = ("cpu", "cuda", "shapes")
 KERNELS = {"cpu": ("numpy", "numba"), "cuda": ("fused", "plain")}  # the first is the default

@@ -81,8 +81,8 @@ class AttentionFormulas(Arrays):
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
     ) -> tuple[Array, Any]:
         """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk), whose hidden part is 0)."""
-        probs = self._causal_softmax(self._dots(q, k), q_pos, k_pos, q.shape[-1] ** -0.5)
-        probs = probs.astype(q.dtype, copy=False)
+        scores = self._visible(self._dots(q, k), q_pos, k_pos, q.shape[-1] ** -0.5)
+        probs = self._normalised(scores)[0].astype(q.dtype, copy=False)
         return self._weighted(probs, v, q.dtype), probs
 
     @shapes(
@@ -108,7 +108,9 @@ class AttentionFormulas(Arrays):
         """
         results = out or tuple(self.xp.empty(x.shape, x.dtype) for x in (q, k, v))
         factor = self.scalar(q.shape[-1] ** -0.5)
-        dscores = self._softmax_backward(saved, self._dots(dy, v), factor)
+        dprobs = self._dots(dy, v)
+        probs = saved.astype(dprobs.dtype, copy=False)
+        dscores = probs * (dprobs - (probs * dprobs).sum(axis=-1, keepdims=True)) * factor
         return self._gradients(dy, q, k, saved, dscores, results)
 
     @shapes(
@@ -205,15 +207,6 @@ class AttentionFormulas(Arrays):
         total = probs.sum(axis=-1)
         probs /= nonzero(total)[..., None]
         return probs, self.xp.stack([top, total], axis=-1)
-
-    def _causal_softmax(self, scores: Array, q_pos: Array, k_pos: Array, factor: float) -> Array:
-        """Return softmax of factor scores over the visible keys, 0 elsewhere."""
-        return self._normalised(self._visible(scores, q_pos, k_pos, factor))[0]
-
-    def _softmax_backward(self, probs: Array, dprobs: Array, factor: float) -> Array:
-        """Return the gradient of the products q k^T."""
-        probs = probs.astype(dprobs.dtype, copy=False)
-        return probs * (dprobs - (probs * dprobs).sum(axis=-1, keepdims=True)) * factor
 
     def _weighted(self, probs: Array, v: Array, dtype: DTypeLike) -> Array:
         """Return y = probs v (B, Tq, H, d) in a type."""

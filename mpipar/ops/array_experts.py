@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from mpipar.ops.arrays import Arrays
-from mpipar.ops.signature import Array, ThreeArrays, shapes
+from mpipar.ops.signature import Array, Shape, ThreeArrays, memory, shapes
 
 
 class ExpertFormulas(Arrays):
@@ -40,6 +40,18 @@ class ExpertFormulas(Arrays):
         """Add x^T y over the rows of each expert to out[e]: (R, K) and (R, M) give (E, K, M)."""
         for expert, rows in _groups(counts, x):
             self.matmul_tn_add(x[rows], y[rows], out[expert])
+
+    @shapes("x[..D] y[..D] -> dots[..]:sum")
+    def row_dots(self, x: Array, y: Array) -> Array:
+        """Return the sum of each row of x y, both (..., D)."""
+        assert x.shape == y.shape, (x.shape, y.shape)
+        return self._row_dots(x, y)
+
+    @shapes("x[..D]+ factors[..] -> x")
+    def scale_rows(self, x: Array, factors: Array) -> Array:
+        """Multiply each row of x (..., D) by its factor (...) in place and return x."""
+        x *= factors[..., None]
+        return x
 
     @shapes("x[ND] w[ED] -> logits[NE]:sum", flops="2NED")
     def router_forward(self, x: Array, w: Array) -> Array:
@@ -140,6 +152,39 @@ class ExpertFormulas(Arrays):
         """Add E times each expert's excess over the mean load, a whole number, to excess (E,)."""
         total = loads.sum(axis=0)
         excess += total * self.scalar(len(excess)) - total.sum()
+
+    @shapes("data[..]+ grad[..] rate ->", exact=True)
+    def sign_step(self, data: Array, grad: Array, rate: float) -> None:
+        """Subtract rate from data where grad is positive, and add it where grad is negative."""
+        data -= self.scalar(rate) * self.xp.sign(grad)
+
+    @memory
+    def counts_to_host(
+        self, counts: Array, total: int, most: Shape = (), own: slice | None = None
+    ) -> list[int]:
+        """Return the numbers of an array, flattened, on the host; their sum is about `total`.
+
+        On shapes, which have no numbers, `total` is distributed equally. If the worst case is
+        requested, the sum is the product of `most`, which those in `own` cannot exceed and receive
+        entirely.
+        """
+        return [int(count) for count in self.to_host(counts.reshape(-1))]
+
+    @memory
+    def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+        """Return what sorts by column the rows of blocks that are stored by row, and its inverse.
+
+        blocks: numbers of rows of each, on the host.
+        """
+        sizes = np.asarray(blocks)
+        starts = np.cumsum(sizes).reshape(sizes.shape) - sizes
+        order = np.concatenate(
+            [
+                np.arange(start, start + size)
+                for start, size in zip(starts.T.flat, sizes.T.flat, strict=True)
+            ]
+        )
+        return self.asarray(order), self.asarray(np.argsort(order))
 
 
 def _groups(counts: Sequence[int], x: Array) -> Iterator[tuple[int, slice]]:

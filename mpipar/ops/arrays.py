@@ -84,34 +84,6 @@ class Arrays:
         return self.to_host(x)
 
     @memory
-    def counts_to_host(
-        self, counts: Array, total: int, most: Shape = (), own: slice | None = None
-    ) -> list[int]:
-        """Return the numbers of an array, flattened, on the host; their sum is about `total`.
-
-        On shapes, which have no numbers, `total` is distributed equally. If the worst case is
-        requested, the sum is the product of `most`, which those in `own` cannot exceed and receive
-        entirely.
-        """
-        return [int(count) for count in self.to_host(counts.reshape(-1))]
-
-    @memory
-    def block_order(self, blocks: Sequence[Sequence[int]]) -> tuple[Array, Array]:
-        """Return what sorts by column the rows of blocks that are stored by row, and its inverse.
-
-        blocks: numbers of rows of each, on the host.
-        """
-        sizes = np.asarray(blocks)
-        starts = np.cumsum(sizes).reshape(sizes.shape) - sizes
-        order = np.concatenate(
-            [
-                np.arange(start, start + size)
-                for start, size in zip(starts.T.flat, sizes.T.flat, strict=True)
-            ]
-        )
-        return self.asarray(order), self.asarray(np.argsort(order))
-
-    @memory
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 
@@ -247,24 +219,7 @@ class Arrays:
         assert dy.shape[-1:] == db.shape, (dy.shape, db.shape)
         db += self._column_sums(dy)
 
-    @shapes("x[..D] y[..D] -> dots[..]:sum")
-    def row_dots(self, x: Array, y: Array) -> Array:
-        """Return the sum of each row of x y, both (..., D)."""
-        assert x.shape == y.shape, (x.shape, y.shape)
-        return self._row_dots(x, y)
-
-    @shapes("x[..D]+ factors[..] -> x")
-    def scale_rows(self, x: Array, factors: Array) -> Array:
-        """Multiply each row of x (..., D) by its factor (...) in place and return x."""
-        x *= factors[..., None]
-        return x
-
     # Updates of flat buffers in place.
-
-    @shapes("data[..]+ grad[..] rate ->", exact=True)
-    def sign_step(self, data: Array, grad: Array, rate: float) -> None:
-        """Subtract rate from data where grad is positive, and add it where grad is negative."""
-        data -= self.scalar(rate) * self.xp.sign(grad)
 
     @shapes("data[..]+ grad[..] lr ->", rows=True, exact=True)
     def sgd_step(self, data: Array, grad: Array, lr: float) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 
 from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.functions import DECLARED, EPILOGUES, Ops
-from mpipar.ops.signature import Array, Function, Part, Shape
+from mpipar.ops.signature import Array, Function, Part, Shape, answer
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
@@ -74,10 +74,7 @@ class MixedOps(Ops):
         out = named.pop("out", None)
         given = function.bind(arguments, named)
         wide = {name: self._wide(x) for name, x in given.items()}
-        made = exact(
-            *[wide[name] for name in list(wide)[: len(arguments)]],
-            **{name: wide[name] for name in named},
-        )
+        made = exact(**wide)
         made = made if isinstance(made, tuple) else (made,)
         if out is not None:
             for to, x in zip(out, made, strict=True):
@@ -86,11 +83,11 @@ class MixedOps(Ops):
         for part in function.takes:
             if part.written and wide.get(part.name) is not given.get(part.name):
                 self.copy(given[part.name], wide[part.name])
-        results = tuple(
+        results = [
             given[part.name] if part.name in given else self._narrow(part, x)
             for part, x in zip(function.gives, made, strict=False)
-        )
-        return results if len(results) > 1 else results[0] if results else None
+        ]
+        return answer(results)
 
     def _wide(self, x: Any) -> Any:
         """Return x in float32 if it is a 16-bit array."""

@@ -245,9 +245,9 @@ def rmsnorm_backward_input(
 
 @compiled(ROUND_ONCE)
 def layernorm_backward_weight(
-    dy: Array, x: Array, mean: Array | None, rstd: Array, dw: Array, db: Array | None
+    dy: Array, x: Array, mean: Array | None, rstd: Array, dw: Array, db: Array
 ) -> None:
-    """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,), if there is one."""
+    """Add the sum of dy xhat to dw (D,) and the sum of dy to db (D,)."""
     part_dw, part_db = np.empty_like(dw), np.empty_like(dw)
     for start in range(0, x.shape[0], ROW_RUN):
         part_dw[:], part_db[:] = 0, 0
@@ -257,14 +257,13 @@ def layernorm_backward_weight(
                 part_dw[j] += dy[i, j] * ((x[i, j] - m) * r)
                 part_db[j] += dy[i, j]
         dw += part_dw
-        if db is not None:
-            db += part_db
+        db += part_db
 
 
 @compiled(ROUND_ONCE)
 def rmsnorm_backward_weight(dy: Array, x: Array, rstd: Array, dw: Array) -> None:
     """Add the sum of dy xhat to dw (D,)."""
-    layernorm_backward_weight(dy, x, None, rstd, dw, None)
+    layernorm_backward_weight(dy, x, None, rstd, dw, np.zeros_like(dw))
 
 
 # Softmax. The maximum of a row comes from NumPy, whose maximum is vectorised and keeps NaN.

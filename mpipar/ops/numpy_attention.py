@@ -13,8 +13,8 @@ rows. In a method that gets a part, H and Hkv are the heads of that part.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -54,10 +54,6 @@ class Part(NamedTuple):
     of_q: tuple[slice, ...]
     of_k: tuple[slice, ...]
     of_rows: tuple[slice, ...]
-
-
-ProbsOfTile: TypeAlias = Callable[[Tile, Array], Array]
-ProbsOf: TypeAlias = Callable[[Part, Array, Array, Array], ProbsOfTile]
 
 
 class NumpyAttention(ArrayOps):
@@ -100,50 +96,34 @@ class NumpyAttention(ArrayOps):
         stats = np.empty((len(q), q.shape[2], q.shape[1], 2), q.dtype)
         tiles = _query_tiles(q_pos, k_pos, q.dtype)
         for part in _parts(q, k):
-            self._attend_part(
-                q[part.of_q],
-                k[part.of_k],
-                v[part.of_k],
-                tiles,
-                y[part.of_q],
-                stats[part.of_rows],
-                None if probs is None else probs[part.of_rows],
-            )
+            kv_heads = k[part.of_k].shape[2]
+            queries = self._scaled(q[part.of_q], kv_heads)
+            keys = self._transposed("keys", k[part.of_k], q.shape[1])
+            # One query, as in generation, reads each value once: a copy would not pay off.
+            values = _by_group(v[part.of_k], kv_heads)
+            if q.shape[1] > 1:
+                values = self._heads("values", v[part.of_k], kv_heads)
+            out, of_stats = _by_group(y[part.of_q], kv_heads), stats[part.of_rows]
+            for tile in tiles:
+                # `rows`: the array of scores (R H, .., Tk) whose rows `at` are the tile's. The
+                # probabilities of a part are contiguous, so theirs is a view.
+                if probs is None:
+                    at = slice(0, tile.queries.stop - tile.queries.start)
+                    shape = math.prod(queries.shape[:3]), at.stop, tile.keys
+                    rows = self._buffer("scores", shape)
+                else:
+                    rows, at = probs[part.of_rows].reshape(-1, *probs.shape[2:]), tile.queries
+                    rows[:, at, tile.keys :] = 0
+                scores = rows[:, at, : tile.keys]
+                _write_scores(queries, keys, tile, scores)
+                for which, one in enumerate(self._softmax_tile(rows, at, tile.keys)):
+                    of_stats[..., tile.queries, which] = one.reshape(*of_stats.shape[:2], -1)
+                np.matmul(
+                    _split(scores, queries),
+                    values[..., : tile.keys, :],
+                    out=out[..., tile.queries, :],
+                )
         return y, stats
-
-    def _attend_part(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        tiles: list[Tile],
-        y: Array,
-        stats: Array,
-        probs: Array | None,
-    ) -> None:
-        """Write y, stats and, if there is an array for them, the probabilities of a part."""
-        kv_heads, out = k.shape[2], _by_group(y, k.shape[2])
-        queries, keys = self._scaled(q, kv_heads), self._transposed("keys", k, q.shape[1])
-        # One query, as in generation, reads each value once: a copy would not pay off.
-        few = q.shape[1] == 1
-        values = _by_group(v, kv_heads) if few else self._heads("values", v, kv_heads)
-        for tile in tiles:
-            # `rows`: the array of scores (R H, .., Tk) whose rows `at` are the tile's. The
-            # probabilities of a part are contiguous, so theirs is a view.
-            if probs is None:
-                at = slice(0, tile.queries.stop - tile.queries.start)
-                rows = self._buffer("scores", (len(q) * q.shape[2], at.stop, tile.keys))
-            else:
-                rows, at = probs.reshape(-1, *probs.shape[2:]), tile.queries
-                rows[:, at, tile.keys :] = 0
-            scores = rows[:, at, : tile.keys]
-            _write_scores(queries, keys, tile, scores)
-            top, total = self._softmax_tile(rows, at, tile.keys)
-            for which, one in enumerate((top, total)):
-                stats[..., tile.queries, which] = one.reshape(*stats.shape[:2], -1)
-            np.matmul(
-                _split(scores, queries), values[..., : tile.keys, :], out=out[..., tile.queries, :]
-            )
 
     def _heads(self, name: str, x: Array, kv_heads: int) -> Array:
         """Return a copy (R, Hkv, G, T, d) of x (R, T, H, d) in the buffer `name`."""
@@ -202,17 +182,7 @@ class NumpyAttention(ArrayOps):
 
         out: three arrays to write to.
         """
-
-        def probs_of(part: Part, queries: Array, keys: Array, dys: Array) -> ProbsOfTile:
-            rows = saved[part.of_rows].reshape(-1, *saved.shape[2:])
-
-            def of_tile(tile: Tile, dprobs: Array) -> Array:
-                self._softmax_backward_tile(rows, tile.queries, dprobs)
-                return rows[:, tile.queries, : tile.keys]
-
-            return of_tile
-
-        return self._backward_tiles(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), probs_of, out)
+        return self._backward(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), saved, out=out)
 
     def attention_block_backward(
         self,
@@ -231,25 +201,9 @@ class NumpyAttention(ArrayOps):
         The sums divide dy and delta instead of each exp(score - largest), because probabilities
         only occur in products with these.
         """
-        top, share = stats[..., 0], np.reciprocal(nonzero(stats[..., 1]))
-        delta = delta * share
-
-        def probs_of(part: Part, queries: Array, keys: Array, dys: Array) -> ProbsOfTile:
-            keys = self._transposed("turned keys", keys, queries.shape[3])
-            dys *= share[part.of_rows].reshape(*dys.shape[:-1], 1)
-
-            def of_tile(tile: Tile, dprobs: Array) -> Array:
-                probs, of_row = self._buffer("probs", dprobs.shape), (*dprobs.shape[:2], 1)
-                _write_scores(queries, keys, tile, probs)
-                probs -= top[part.of_rows][..., tile.queries].reshape(of_row)
-                np.exp(probs, out=probs)
-                dprobs -= delta[part.of_rows][..., tile.queries].reshape(of_row)
-                dprobs *= probs
-                return probs
-
-            return of_tile
-
-        return self._backward_tiles(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), probs_of)
+        share = np.reciprocal(nonzero(stats[..., 1]))
+        again = stats[..., 0], share, delta * share
+        return self._backward(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), again=again)
 
     def _softmax_backward_tile(self, probs: Array, at: slice, dprobs: Array) -> None:
         """Write dscores over dprobs (R H, n, keys): by row, probs (dprobs - sum(probs dprobs))."""
@@ -257,68 +211,62 @@ class NumpyAttention(ArrayOps):
         dprobs -= np.vecdot(dprobs, p)[..., None]
         dprobs *= p
 
-    def _backward_tiles(
+    def _backward(
         self,
         dy: Array,
         q: Array,
         k: Array,
         v: Array,
         tiles: list[Tile],
-        probs_of: ProbsOf,
-        out: Sequence[Array] | None = None,
+        saved: Array = None,
+        again: ThreeArrays | None = None,
+        out: ThreeArrays | None = None,
     ) -> ThreeArrays:
-        """Return (dq, dk, dv).
+        """Return (dq, dk, dv), given probabilities `saved`, or what to compute them from again.
 
-        probs_of(Part, its queries as `_scaled` returns them, its k, a copy of its dy) returns a
-        function of (tile, dprobs), which writes dscores over dprobs (R H, n, keys) and returns the
-        probabilities of the tile. It may move one of their factors to its copy of dy.
+        again: the largest score, 1 / sum and delta / sum of each row.
         """
         dq, dk, dv = out or tuple(np.empty(x.shape, x.dtype) for x in (q, k, v))
+        factor = k.dtype.type(k.shape[-1] ** -0.5)
         for part in _parts(q, k):
             kv_heads = k[part.of_k].shape[2]
             queries = self._scaled(q[part.of_q], kv_heads)
             dys = self._heads("dy", dy[part.of_q], kv_heads)
-            self._backward_part(
-                dys,
-                queries,
-                k[part.of_k],
-                v[part.of_k],
-                tiles,
-                probs_of(part, queries, k[part.of_k], dys),
-                (dq[part.of_q], dk[part.of_k], dv[part.of_k]),
-            )
+            if again is None:
+                rows = saved[part.of_rows].reshape(-1, *saved.shape[2:])
+            else:
+                top, share, delta = (x[part.of_rows] for x in again)
+                turned = self._transposed("turned keys", k[part.of_k], q.shape[1])
+                dys *= share.reshape(*dys.shape[:-1], 1)
+            keys = self._heads("keys", k[part.of_k], kv_heads)
+            values = self._transposed("values", v[part.of_k], q.shape[1])
+            sums = [self._buffer(name, keys[:, :, 0].shape) for name in ("dk", "dv")]
+            # The last tile comes first: in training it reaches every key, so its products fill both
+            # sums.
+            for tile in reversed(tiles):
+                at, fresh = tile.queries, tile is tiles[-1]
+                shape = math.prod(queries.shape[:3]), at.stop - at.start, tile.keys
+                dscores = self._buffer("scores", shape)
+                by_group = _split(dscores, queries)
+                np.matmul(dys[..., at, :], values[..., : tile.keys], out=by_group)  # dprobs
+                if again is None:
+                    probs = rows[:, at, : tile.keys]
+                    self._softmax_backward_tile(rows, at, dscores)
+                else:
+                    probs = self._buffer("probs", shape)
+                    _write_scores(queries, turned, tile, probs)
+                    probs -= top[..., at].reshape(*shape[:2], 1)
+                    np.exp(probs, out=probs)
+                    dscores -= delta[..., at].reshape(*shape[:2], 1)
+                    dscores *= probs
+                part_dq = self._buffer("dq", queries[..., at, :].shape)
+                np.matmul(by_group, keys[..., : tile.keys, :], out=part_dq)
+                np.multiply(part_dq, factor, out=_by_group(dq[part.of_q][:, at], kv_heads))
+                self._add_to_keys(sums[0], by_group, queries[..., at, :], fresh)
+                self._add_to_keys(sums[1], _split(probs, queries), dys[..., at, :], fresh)
+            for whole, total in zip((dk, dv), sums, strict=True):
+                whole[part.of_k] = total.swapaxes(1, 2)
         return dq, dk, dv
-
-    def _backward_part(
-        self,
-        dys: Array,
-        queries: Array,
-        k: Array,
-        v: Array,
-        tiles: list[Tile],
-        probs_of_tile: ProbsOfTile,
-        out: Sequence[Array],
-    ) -> None:
-        """Write (dq, dk, dv) of a part to the arrays `out`."""
-        dq, kv_heads, factor = out[0], k.shape[2], k.dtype.type(k.shape[-1] ** -0.5)
-        keys, values = self._heads("keys", k, kv_heads), self._transposed("values", v, dq.shape[1])
-        sums = [self._buffer(name, keys[:, :, 0].shape) for name in ("dk", "dv")]
-        # The last tile comes first: in training it reaches every key, so its products fill both.
-        for tile in reversed(tiles):
-            at, fresh = tile.queries, tile is tiles[-1]
-            dscores = self._buffer(
-                "scores", (math.prod(queries.shape[:3]), at.stop - at.start, tile.keys)
-            )
-            by_group = _split(dscores, queries)
-            np.matmul(dys[..., at, :], values[..., : tile.keys], out=by_group)
-            probs = _split(probs_of_tile(tile, dscores), queries)
-            part_dq = self._buffer("dq", queries[..., at, :].shape)
-            np.matmul(by_group, keys[..., : tile.keys, :], out=part_dq)
-            np.multiply(part_dq, factor, out=_by_group(dq[:, at], kv_heads))
-            self._add_to_keys(sums[0], by_group, queries[..., at, :], fresh)
-            self._add_to_keys(sums[1], probs, dys[..., at, :], fresh)
-        for whole, total in zip(out[1:], sums, strict=True):
-            whole[...] = total.swapaxes(1, 2)
 
     def _add_to_keys(self, total: Array, rows: Array, right: Array, fresh: bool) -> None:
         """Add rows^T right, summed over each group, to total (R, Hkv, Tk, d), or write it if fresh.
@@ -355,20 +303,17 @@ def part_sizes(batch: int, queries: int, heads: int, keys: int, kv_heads: int) -
     return max(1, min(batch, most // kv_heads)), min(most, kv_heads)
 
 
-def _parts(q: Array, k: Array) -> list[Part]:
-    """Return the Parts of q (B, Tq, H, d) and k (B, Tk, Hkv, d)."""
+def _parts(q: Array, k: Array) -> Iterator[Part]:
+    """Yield the Parts of q (B, Tq, H, d) and k (B, Tk, Hkv, d)."""
     (batch, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
     assert heads % kv_heads == 0, (heads, kv_heads)
     some_rows, some_heads = part_sizes(batch, queries, heads, keys, kv_heads)
-    parts, group, tokens = [], heads // kv_heads, slice(None)
+    group, tokens = heads // kv_heads, slice(None)
     for row in range(0, batch, some_rows):
         for head in range(0, kv_heads, some_heads):
             rows, of_keys = slice(row, row + some_rows), slice(head, head + some_heads)
             of_queries = slice(group * head, group * (head + some_heads))
-            parts.append(
-                Part((rows, tokens, of_queries), (rows, tokens, of_keys), (rows, of_queries))
-            )
-    return parts
+            yield Part((rows, tokens, of_queries), (rows, tokens, of_keys), (rows, of_queries))
 
 
 def _by_group(x: Array, kv_heads: int) -> Array:

@@ -18,7 +18,7 @@ from mpipar.ops.array_ops import ArrayOps
 from mpipar.ops.arrays import as_rows
 from mpipar.ops.functions import FUNCTIONS
 from mpipar.ops.numpy_attention import NumpyAttention
-from mpipar.ops.signature import Array
+from mpipar.ops.signature import DIGITS, Array, answer
 
 # Elements of a tile: 170 rows of 384. Three float32 tiles fit into a 1 MiB L2 cache. 2^14 is 20 %
 # slower (interpreter overhead). Without tiles the cost is the same only if the L3 cache holds the
@@ -49,11 +49,14 @@ def tiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     every tile. If the formula takes an array `out` for its first result, that is a tile, too.
     """
     function, takes_out = FUNCTIONS[formula.__name__], "out" in signature(formula).parameters
-    names, makes = [part.name for part in function.takes], bool(function.makes)
+    names = [part.name for part in function.takes]
     needed = {part.name for part in function.takes if not part.optional}
-    # (argument, letters of one of its rows) of those that have rows
-    parts = [(part, (part.dims or ())[1:]) for part in function.takes if part.by_row]
-    letters = (function.gives[0].dims or ())[1:] if takes_out else ()  # of a row of `out`
+    # (argument, letters of one of its rows) of those that have rows, and the same of new results
+    parts, made_by_row = (
+        [(part, (part.dims or ())[1:]) for part in some if part.by_row]
+        for some in (function.takes, function.makes)
+    )
+    counts = [(part.size, part.name) for part in function.takes if part.size]
 
     @wraps(formula)
     def method(self: ArrayOps, *arguments: Any, **named: Any) -> Any:
@@ -75,26 +78,26 @@ def tiled(formula: Callable[..., Any]) -> Callable[..., Any]:
             assert not part.written or np.may_share_memory(rows[part.name], x), (
                 f"{function.name}: {part.name} has gaps, so that nothing can be written to its rows"
             )
-        results = []
-        if takes_out:
-            sizes = {
-                letter: length
-                for part, x, own in by_row
-                for letter, length in zip((part.dims or ())[1:], x.shape[own:], strict=True)
-            }
-            results = [np.empty((count, *map(sizes.__getitem__, letters)), first.dtype)]
+        sizes = DIGITS | {letter: given[name] for letter, name in counts}
+        for part, inner in parts:
+            if part.name in rows:
+                sizes |= zip(inner, rows[part.name].shape[1:], strict=True)
+        results = [
+            np.empty(
+                (count, *map(sizes.__getitem__, inner)),
+                {"": first.dtype, "sum": self.accum_dtype}.get(part.kind, part.kind),
+            )
+            for part, inner in made_by_row
+        ]
         for tile in tiles:
             out = {"out": results[0][tile]} if takes_out else {}
             made = formula(self, **given | {name: x[tile] for name, x in rows.items()} | out)
-            if makes:
-                made = made if isinstance(made, tuple) else (made,)
-                results += [np.empty((count, *x.shape[1:]), x.dtype) for x in made[len(results) :]]
-                for whole, part_of in list(zip(results, made, strict=True))[takes_out:]:
-                    whole[tile] = part_of
-        if not makes:
+            made = made if isinstance(made, tuple) else (made,)
+            for whole, part_of in list(zip(results, made, strict=False))[takes_out:]:
+                whole[tile] = part_of
+        if not results:
             return given[function.gives[0].name] if function.gives else None
-        found = tuple(x.reshape(*first.shape[:at], *x.shape[1:]) for x in results)
-        return found if len(found) > 1 else found[0]
+        return answer([x.reshape(*first.shape[:at], *x.shape[1:]) for x in results])
 
     return method
 
@@ -109,7 +112,7 @@ class NumpyOps(NumpyAttention):
     # Sums. BLAS adds up rows twice as fast as sum().
 
     def _row_sums(self, x: Array) -> Array:
-        return _in_runs(_row_sums, x)
+        return _in_runs(lambda rows: rows @ np.ones(rows.shape[-1], x.dtype), x)
 
     def _row_dots(self, x: Array, y: Array) -> Array:
         return _in_runs(np.vecdot, x, y)
@@ -145,7 +148,9 @@ class NumpyOps(NumpyAttention):
     def matmul(self, x: Array, w: Array) -> Array:
         """Return x w: (..., K) times (K, M) gives (..., M)."""
         rows = as_rows(x)
-        return _product(rows, w).reshape(*x.shape[:-1], w.shape[1])
+        few = 1 < len(rows) <= FEW_ROWS
+        y = np.ascontiguousarray((w.T @ rows.T).T) if few else rows @ w
+        return y.reshape(*x.shape[:-1], w.shape[1])
 
     def _multiply(self, x: Array, w: Array, out: Array) -> None:
         if 1 < len(x) <= FEW_ROWS:
@@ -190,10 +195,6 @@ class NumpyOps(NumpyAttention):
                 dtable[row] += dy_row
 
 
-def _row_sums(x: Array) -> Array:
-    return x @ np.ones(x.shape[-1], x.dtype)
-
-
 def _in_runs(sums: Callable[..., Array], *arrays: Array) -> Array:
     """Return sums(*arrays), which adds up along the last dimension, computed over runs of it."""
     length = arrays[0].shape[-1]
@@ -202,10 +203,3 @@ def _in_runs(sums: Callable[..., Array], *arrays: Array) -> Array:
     whole = length // RUN * RUN
     runs = (x[..., :whole].reshape(*x.shape[:-1], -1, RUN) for x in arrays)
     return sums(*runs).sum(axis=-1) + sums(*(x[..., whole:] for x in arrays))
-
-
-def _product(x: Array, w: Array) -> Array:
-    """Return x (rows, K) times w (K, M), C-contiguous."""
-    if 1 < len(x) <= FEW_ROWS:
-        return np.ascontiguousarray((w.T @ x.T).T)
-    return x @ w

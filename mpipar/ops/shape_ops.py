@@ -180,28 +180,21 @@ class ShapeArray:
     def __getitem__(self, index: Any) -> ShapeArray:
         """Return the view that integers, slices, None and Ellipsis select."""
         items = index if isinstance(index, tuple) else (index,)
-        shape, strides, axis = [], [], 0
-        for place, item in enumerate(items):
-            assert axis < len(self.shape) or item in (None, Ellipsis), (index, self.shape)
+        left = self.ndim - sum(item is not None and item is not Ellipsis for item in items)
+        assert left >= 0, (index, self.shape)
+        at = items.index(Ellipsis) if Ellipsis in items else len(items)
+        axes, shape, strides = zip(self.shape, self.strides, strict=True), [], []
+        for item in (*items[:at], *[slice(None)] * left, *items[at + 1 :]):
+            length, stride = (1, 0) if item is None else next(axes)
             if isinstance(item, slice):
-                start, stop, step = item.indices(self.shape[axis])
-                shape.append(len(range(start, stop, step)))
-                strides.append(self.strides[axis] * step)
-                axis += 1
-            elif item is None:
-                shape.append(1)
-                strides.append(0)
-            elif item is Ellipsis:
-                left = self.ndim - sum(one is not None for one in items[place + 1 :])
-                assert left >= axis, (index, self.shape)
-                shape += self.shape[axis:left]
-                strides += self.strides[axis:left]
-                axis = left
-            else:
-                length = self.shape[axis]
+                start, stop, step = item.indices(length)
+                length, stride = len(range(start, stop, step)), stride * step
+            elif item is not None:
                 assert -length <= operator.index(item) < length, (index, self.shape)
-                axis += 1
-        return self._view((*shape, *self.shape[axis:]), (*strides, *self.strides[axis:]))
+                continue
+            shape.append(length)
+            strides.append(stride)
+        return self._view(shape, strides)
 
 
 def _c_strides(shape: Shape) -> Shape:

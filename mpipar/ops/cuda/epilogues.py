@@ -51,24 +51,19 @@ class _Plan(NamedTuple):
     found: _Found
 
 
-def library(xp: ModuleType) -> Any:
-    """Return the cuBLASLt of the same CUDA as CuPy's cuBLAS, or the OSError that says why not."""
-    try:
-        return ctypes.CDLL(f"libcublasLt.so.{xp.cuda.runtime.runtimeGetVersion() // 1000}")
-    except OSError as error:
-        return error
-
-
 class Epilogues:
     """Products with epilogues. blas: provides types and factors. speaks: whether to warn."""
 
     def __init__(self, xp: ModuleType, blas: BlasGemm, speaks: bool) -> None:
         self._xp, self._blas, self._speaks = xp, blas, speaks
-        self._library = library(xp)
         self._plans: dict[tuple[Any, ...], _Plan | None] = {}
         self._workspace = xp.empty((0,), "uint8")
-        if isinstance(self._library, OSError):
-            self._refuse(f"cuBLASLt is missing ({self._library})")
+        try:  # the library of the same CUDA as CuPy's cuBLAS
+            runtime = xp.cuda.runtime.runtimeGetVersion() // 1000
+            self._library: Any = ctypes.CDLL(f"libcublasLt.so.{runtime}")
+        except OSError as error:
+            self._library = None
+            self._refuse(f"cuBLASLt is missing ({error})")
             return
         for name, types in SIGNATURES.items():
             getattr(self._library, name).argtypes = types
@@ -80,29 +75,18 @@ class Epilogues:
             self._speaks = False
             warnings.warn(f"{why}: kernels after the product do it", stacklevel=2)
 
-    def with_bias(self, a: Array, b: Array, out: Array, bias: Array) -> bool:
-        """Write a b + bias to out; return whether the library can."""
-        return self._multiply(BIAS, a, b, out, bias, adds=False)
+    def __call__(self, a: Array, b: Array, out: Array, row: Array, *, adds: bool) -> bool:
+        """Write a b + row to out, or add a b to out; return whether the library can.
 
-    def with_sums(self, a: Array, b: Array, out: Array, sums: Array) -> bool:
-        """Add a b to out, and write the sum of the rows of b to sums; else return False.
-
-        For the library b is the first operand, or the second if out is stored as its transpose.
+        a (M, K), b (K, N), out (M, N). row (N,): the bias or, if the product is added, where the
+        sum of the rows of b is written. For the library b is the first operand, or the second if
+        out is stored as its transpose.
         """
-        assert (sums.shape, sums.dtype) == ((out.shape[1],), out.dtype), (sums.shape, out.shape)
-        epilogue = BGRADB if stored(out)[0] else BGRADA
-        a, b, out = checked(a, b, out)
-        return self._multiply(epilogue, a, b, out, sums, adds=True)
-
-    def _multiply(
-        self, epilogue: int, a: Array, b: Array, out: Array, row: Array, *, adds: bool
-    ) -> bool:
-        """Write a b, with an epilogue, to out (M, N), or add it; return whether the library can.
-
-        a (M, K), b (K, N). row (N,): the bias or, written, the sums.
-        """
-        if isinstance(self._library, OSError) or not out.size:
+        assert (row.shape, row.dtype) == ((out.shape[1],), out.dtype), (row.shape, out.shape)
+        if self._library is None or not out.size:
             return False
+        epilogue = BIAS if not adds else BGRADB if stored(out)[0] else BGRADA
+        a, b, out = checked(a, b, out)
         places = [b.data.ptr, a.data.ptr, out.data.ptr, out.data.ptr]
         aligned = tuple([min(MOST_ALIGNMENT, at & -at) for at in (*places, row.data.ptr)])
         key = (epilogue, a.shape, b.shape, *map(stored, (a, b, out)), a.dtype, out.dtype, aligned)
@@ -155,7 +139,7 @@ class Epilogues:
         kind, out_kind = (self._blas.types[x.dtype.name] for x in (a, out))
         (a_turned, lda), (b_turned, ldb), (_, ldc) = map(stored, (a, b, out))
         product = self._made(
-            "cublasLtMatmulDescCreate", self._blas.compute_type(name), self._blas.types["float32"]
+            "cublasLtMatmulDescCreate", self._blas.sums[name], self._blas.types["float32"]
         )
         for attribute, value in ((TRANSA, b_turned), (TRANSB, a_turned), (EPILOGUE, epilogue)):
             self._set(product, attribute, _I(value))

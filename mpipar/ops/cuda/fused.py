@@ -66,7 +66,7 @@ class FusedOps(AttentionOps):
         """Return x w (..., M), plus b if there is one."""
         if b is not None and self._epilogues is not None:
             y = self.xp.empty((*x.shape[:-1], w.shape[1]), x.dtype)
-            if self._epilogues.with_bias(as_rows(x), w, as_rows(y), self._whole(b)):
+            if self._epilogues(as_rows(x), w, as_rows(y), self._whole(b), adds=False):
                 return y
             del y
         return super().matmul_bias(x, w, b)
@@ -75,7 +75,7 @@ class FusedOps(AttentionOps):
         """Add x^T y to out as `matmul_tn_add` does, and the sum of the rows of y to sums (M,)."""
         if sums is not None and self._epilogues is not None:
             made = self.xp.empty(sums.shape, sums.dtype)  # which the product's kernel overwrites
-            if self._epilogues.with_sums(as_rows(x).T, as_rows(y), out, made):
+            if self._epilogues(as_rows(x).T, as_rows(y), out, made, adds=True):
                 self.accumulate(sums, made)
                 return
         super().matmul_tn_add_sums(x, y, out, sums)

@@ -47,6 +47,8 @@ class BlasGemm:
             "bfloat16": runtime.CUDA_R_16BF,
             "float16": runtime.CUDA_R_16F,
         }
+        self.sums = dict.fromkeys(self.types, self._blas.CUBLAS_COMPUTE_32F)
+        self.sums["float64"] = self._blas.CUBLAS_COMPUTE_64F
         # 0 and 1 in host memory, where cuBLAS reads its factors during the call, and their
         # addresses.
         self._factors = {
@@ -57,11 +59,6 @@ class BlasGemm:
             name: [one.ctypes.data + i * one.itemsize for i in (0, 1)]
             for name, one in self._factors.items()
         }
-
-    def compute_type(self, name: str) -> Any:
-        """Return cuBLAS's name for the type of sums of operands of a type."""
-        blas = self._blas
-        return blas.CUBLAS_COMPUTE_64F if name == "float64" else blas.CUBLAS_COMPUTE_32F
 
     def __call__(self, a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
         """Write a b to out (or add it); a (M, K), b (K, N), out (M, N)."""
@@ -117,7 +114,7 @@ class BlasGemm:
             ldc,
             *apart[2],
             *count,
-            self.compute_type(name),
+            self.sums[name],
             self._blas.CUBLAS_GEMM_DEFAULT,
         )
 
