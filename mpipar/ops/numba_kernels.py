@@ -330,16 +330,6 @@ def scaled_softmax(logits: Array, sums: Array, scale: float) -> None:
             logits[i, j] = exp(logits[i, j] - top) * factor
 
 
-@compiled(REORDER)
-def square_sum(x: Array) -> Any:
-    """Return the sum of squares of x (flat), accumulated in float64."""
-    total = 0.0
-    for i in range(x.size):
-        wide = np.float64(x[i])
-        total += wide * wide
-    return total
-
-
 @compiled(ROUND_ONCE)
 def adamw_step(
     data: Array,

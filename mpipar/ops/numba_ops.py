@@ -86,10 +86,6 @@ class NumbaOps(NumpyOps):
     def _scaled_softmax(self, valid: Array, sums: Array, scale: float) -> None:
         self.kernels.scaled_softmax(valid, sums, self.scalar(scale))
 
-    def square_sum(self, x: Array) -> Any:
-        """Return the sum of squares of x as a host float, accumulated in float64."""
-        return float(self.kernels.square_sum(x.reshape(-1)))
-
     def adamw_step(
         self,
         data: Array,

@@ -48,14 +48,6 @@ class Tile(NamedTuple):
     mask: Array
 
 
-class Part(NamedTuple):
-    """A part's place in arrays like q (B, T, H, d), k (B, T, Hkv, d) and stats (B, H, ...)."""
-
-    of_q: tuple[slice, ...]
-    of_k: tuple[slice, ...]
-    of_rows: tuple[slice, ...]
-
-
 class NumpyAttention(ArrayOps):
     """The base of `NumpyOps`: attention, in buffers that belong to the object.
 
@@ -95,15 +87,15 @@ class NumpyAttention(ArrayOps):
         y = np.empty(q.shape, q.dtype)
         stats = np.empty((len(q), q.shape[2], q.shape[1], 2), q.dtype)
         tiles = _query_tiles(q_pos, k_pos, q.dtype)
-        for part in _parts(q, k):
-            kv_heads = k[part.of_k].shape[2]
-            queries = self._scaled(q[part.of_q], kv_heads)
-            keys = self._transposed("keys", k[part.of_k], q.shape[1])
+        for of_q, of_k, of_rows in _parts(q, k):
+            kv_heads = k[of_k].shape[2]
+            queries = self._scaled(q[of_q], kv_heads)
+            keys = self._transposed("keys", k[of_k], q.shape[1])
             # One query, as in generation, reads each value once: a copy would not pay off.
-            values = _by_group(v[part.of_k], kv_heads)
+            values = _by_group(v[of_k], kv_heads)
             if q.shape[1] > 1:
-                values = self._heads("values", v[part.of_k], kv_heads)
-            out, of_stats = _by_group(y[part.of_q], kv_heads), stats[part.of_rows]
+                values = self._heads("values", v[of_k], kv_heads)
+            out, of_stats = _by_group(y[of_q], kv_heads), stats[of_rows]
             for tile in tiles:
                 # `rows`: the array of scores (R H, .., Tk) whose rows `at` are the tile's. The
                 # probabilities of a part are contiguous, so theirs is a view.
@@ -112,7 +104,7 @@ class NumpyAttention(ArrayOps):
                     shape = math.prod(queries.shape[:3]), at.stop, tile.keys
                     rows = self._buffer("scores", shape)
                 else:
-                    rows, at = probs[part.of_rows].reshape(-1, *probs.shape[2:]), tile.queries
+                    rows, at = probs[of_rows].reshape(-1, *probs.shape[2:]), tile.queries
                     rows[:, at, tile.keys :] = 0
                 scores = rows[:, at, : tile.keys]
                 _write_scores(queries, keys, tile, scores)
@@ -228,18 +220,18 @@ class NumpyAttention(ArrayOps):
         """
         dq, dk, dv = out or tuple(np.empty(x.shape, x.dtype) for x in (q, k, v))
         factor = k.dtype.type(k.shape[-1] ** -0.5)
-        for part in _parts(q, k):
-            kv_heads = k[part.of_k].shape[2]
-            queries = self._scaled(q[part.of_q], kv_heads)
-            dys = self._heads("dy", dy[part.of_q], kv_heads)
+        for of_q, of_k, of_rows in _parts(q, k):
+            kv_heads = k[of_k].shape[2]
+            queries = self._scaled(q[of_q], kv_heads)
+            dys = self._heads("dy", dy[of_q], kv_heads)
             if again is None:
-                rows = saved[part.of_rows].reshape(-1, *saved.shape[2:])
+                rows = saved[of_rows].reshape(-1, *saved.shape[2:])
             else:
-                top, share, delta = (x[part.of_rows] for x in again)
-                turned = self._transposed("turned keys", k[part.of_k], q.shape[1])
+                top, share, delta = (x[of_rows] for x in again)
+                turned = self._transposed("turned keys", k[of_k], q.shape[1])
                 dys *= share.reshape(*dys.shape[:-1], 1)
-            keys = self._heads("keys", k[part.of_k], kv_heads)
-            values = self._transposed("values", v[part.of_k], q.shape[1])
+            keys = self._heads("keys", k[of_k], kv_heads)
+            values = self._transposed("values", v[of_k], q.shape[1])
             sums = [self._buffer(name, keys[:, :, 0].shape) for name in ("dk", "dv")]
             # The last tile comes first: in training it reaches every key, so its products fill both
             # sums.
@@ -261,11 +253,11 @@ class NumpyAttention(ArrayOps):
                     dscores *= probs
                 part_dq = self._buffer("dq", queries[..., at, :].shape)
                 np.matmul(by_group, keys[..., : tile.keys, :], out=part_dq)
-                np.multiply(part_dq, factor, out=_by_group(dq[part.of_q][:, at], kv_heads))
+                np.multiply(part_dq, factor, out=_by_group(dq[of_q][:, at], kv_heads))
                 self._add_to_keys(sums[0], by_group, queries[..., at, :], fresh)
                 self._add_to_keys(sums[1], _split(probs, queries), dys[..., at, :], fresh)
             for whole, total in zip((dk, dv), sums, strict=True):
-                whole[part.of_k] = total.swapaxes(1, 2)
+                whole[of_k] = total.swapaxes(1, 2)
         return dq, dk, dv
 
     def _add_to_keys(self, total: Array, rows: Array, right: Array, fresh: bool) -> None:
@@ -303,8 +295,8 @@ def part_sizes(batch: int, queries: int, heads: int, keys: int, kv_heads: int) -
     return max(1, min(batch, most // kv_heads)), min(most, kv_heads)
 
 
-def _parts(q: Array, k: Array) -> Iterator[Part]:
-    """Yield the Parts of q (B, Tq, H, d) and k (B, Tk, Hkv, d)."""
+def _parts(q: Array, k: Array) -> Iterator[tuple[tuple[slice, ...], ...]]:
+    """Yield the places of each part in q (B, Tq, H, d), k (B, Tk, Hkv, d) and stats (B, H, ...)."""
     (batch, queries, heads, _), (_, keys, kv_heads, _) = q.shape, k.shape
     assert heads % kv_heads == 0, (heads, kv_heads)
     some_rows, some_heads = part_sizes(batch, queries, heads, keys, kv_heads)
@@ -313,7 +305,7 @@ def _parts(q: Array, k: Array) -> Iterator[Part]:
         for head in range(0, kv_heads, some_heads):
             rows, of_keys = slice(row, row + some_rows), slice(head, head + some_heads)
             of_queries = slice(group * head, group * (head + some_heads))
-            yield Part((rows, tokens, of_queries), (rows, tokens, of_keys), (rows, of_queries))
+            yield (rows, tokens, of_queries), (rows, tokens, of_keys), (rows, of_queries)
 
 
 def _by_group(x: Array, kv_heads: int) -> Array:

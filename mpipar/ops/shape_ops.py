@@ -59,14 +59,14 @@ class Ledger:
 class _Block:
     """One allocation. Every view holds a reference, which keeps its bytes alive."""
 
-    __slots__ = ("_ledger", "label", "nbytes")
+    __slots__ = ("label", "ledger", "nbytes")
 
     def __init__(self, ledger: Ledger, label: str, nbytes: int) -> None:
-        self._ledger, self.label, self.nbytes = ledger, label, nbytes
+        self.ledger, self.label, self.nbytes = ledger, label, nbytes
         ledger.add(label, nbytes)
 
     def __del__(self) -> None:
-        self._ledger.add(self.label, -self.nbytes)
+        self.ledger.add(self.label, -self.nbytes)
 
 
 class ShapeArray:
@@ -75,13 +75,10 @@ class ShapeArray:
     Strides (in elements) are kept, because a reshape that NumPy does by copying must allocate.
     """
 
-    __slots__ = ("_block", "_ledger", "dtype", "shape", "strides")
+    __slots__ = ("_block", "dtype", "shape", "strides")
 
-    def __init__(
-        self, ledger: Ledger, block: _Block, shape: Shape, dtype: np.dtype, strides: Shape
-    ) -> None:
-        self._ledger, self._block = ledger, block
-        self.shape, self.dtype, self.strides = shape, dtype, strides
+    def __init__(self, block: _Block, shape: Shape, dtype: np.dtype, strides: Shape) -> None:
+        self._block, self.shape, self.dtype, self.strides = block, shape, dtype, strides
 
     @classmethod
     def allocate(cls, ledger: Ledger, shape: Shape, dtype: DTypeLike, label: str) -> ShapeArray:
@@ -89,7 +86,7 @@ class ShapeArray:
         shape, dtype = tuple(operator.index(n) for n in shape), np.dtype(dtype)
         assert all(n >= 0 for n in shape), shape
         block = _Block(ledger, label, math.prod(shape) * dtype.itemsize)
-        return cls(ledger, block, shape, dtype, _c_strides(shape))
+        return cls(block, shape, dtype, _c_strides(shape))
 
     @property
     def ndim(self) -> int:
@@ -134,27 +131,19 @@ class ShapeArray:
         assert self.shape, "len() of an array without dimensions"
         return self.shape[0]
 
-    def __repr__(self) -> str:
-        return f"ShapeArray({self.shape}, {self.dtype.name}, {self._block.label!r})"
-
     def _view(self, shape: Iterable[int], strides: Iterable[int]) -> ShapeArray:
-        return ShapeArray(self._ledger, self._block, tuple(shape), self.dtype, tuple(strides))
+        return ShapeArray(self._block, tuple(shape), self.dtype, tuple(strides))
 
     def astype(self, dtype: DTypeLike) -> ShapeArray:
         """Return a new array of another type; a wider one is a buffer for one computation."""
         wider = np.dtype(dtype).itemsize > self.itemsize
         label = "buffers" if wider else self._block.label
-        return ShapeArray.allocate(self._ledger, self.shape, dtype, label)
+        return ShapeArray.allocate(self._block.ledger, self.shape, dtype, label)
 
     def view(self, dtype: DTypeLike) -> ShapeArray:
         """Return the array itself: its memory as another type of the same width."""
         assert np.dtype(dtype).itemsize == self.itemsize, (dtype, self.dtype)
         return self
-
-    def sum(self, axis: int) -> ShapeArray:
-        """Return a new array without the first dimension."""
-        assert axis == 0, axis
-        return ShapeArray.allocate(self._ledger, self.shape[1:], self.dtype, self._block.label)
 
     def reshape(self, *shape: Any) -> ShapeArray:
         """Return a view in another shape, or a new array where NumPy would have to copy."""
@@ -166,7 +155,7 @@ class ShapeArray:
         assert math.prod(shape) == self.size, (shape, self.shape)
         if self.contiguous:
             return self._view(shape, _c_strides(shape))
-        return ShapeArray.allocate(self._ledger, shape, self.dtype, self._block.label)
+        return ShapeArray.allocate(self._block.ledger, shape, self.dtype, self._block.label)
 
     def transpose(self, *axes: Any) -> ShapeArray:
         """Return a view with its dimensions in a different order (reversed by default)."""
@@ -251,6 +240,7 @@ class ShapeOps(Ops):
         self.recorder = recorder
         self.flops: Counter[str] = Counter()
         self._ledger = Ledger()
+        self.reset_peak = self._ledger.reset_peak
         self._scratch: dict[str, Array] | None = {} if keeps_scratch else None
 
     @property
@@ -262,10 +252,6 @@ class ShapeOps(Ops):
     def peak(self) -> dict[str, int]:
         """Label -> bytes alive at the instant at which their sum was largest."""
         return dict(self._ledger.peak)
-
-    def reset_peak(self) -> None:
-        """Restart the search for the largest sum, from what is alive now."""
-        self._ledger.reset_peak()
 
     def _count(self, flops: int) -> None:
         phase = "" if self.recorder is None else self.recorder.phase
@@ -279,9 +265,7 @@ class ShapeOps(Ops):
         dtype = self.dtype if dtype is None else dtype
         return ShapeArray.allocate(self._ledger, shape, dtype, label)
 
-    def zeros(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
-        """Return a new array."""
-        return self.empty(shape, dtype, label)
+    zeros = empty  # nothing is written
 
     def asarray(self, host: np.ndarray) -> Array:
         """Return an array with a host array's shape and type; a ShapeArray is returned as it is."""

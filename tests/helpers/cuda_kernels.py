@@ -65,12 +65,13 @@ def of_attention():
     """Return file -> name expressions of what `AttentionOps` runs."""
     pairs = {(y_dtype, dtype) for dtype in DTYPES for y_dtype in ("float32", dtype)}
     files = {"flash_backward.cu": tuple(attention.delta_name(*pair) for pair in sorted(pairs))}
-    for kernel, file in attention.FILES.items():
+    for kernel in attention.TILES[4]:
         tiles = [
             attention.tile(kernel, dtype, width) for dtype in DTYPES for width in attention.WIDTHS
         ]
         if kernel == "flash_backward":
             tiles += [attention.of_parts(one) for one in tiles]
+        file = f"{kernel}.cu"
         files[file] = files.get(file, ()) + tuple(one.name for one in tiles)
     return files
 

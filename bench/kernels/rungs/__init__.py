@@ -32,7 +32,7 @@ RUNGS = {
     "register": Rung("BM BN BK TM TN", (64, 64, 8, 8, 4), True),
     "vector": Rung("BM BN BK TM TN", (128, 128, 8, 8, 8), False),
     "warp": Rung("BM BN BK WM WN", (128, 128, 8, 64, 32), False),
-    "mma": Rung(own.PARAMETERS, own.TILES, True),
+    "mma": Rung("BM BN BK WM WN Stages", own.TILES, True),
 }
 
 

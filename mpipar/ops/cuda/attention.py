@@ -33,11 +33,9 @@ TILES = {
 # processor of the largest GPUs, but at most MOST_PARTS, because each takes 4 bytes per element of
 # q.
 BLOCKS, MOST_PARTS = 512, 8
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDTHS = (32, 64, 128)
 MOST_WIDTH = WIDTHS[-1]
 DELTA_THREADS = 128
-FILES = {"flash_forward": "flash_forward.cu", "flash_backward": "flash_backward.cu"}
 
 
 class Tile(NamedTuple):
@@ -53,7 +51,7 @@ class Tile(NamedTuple):
 
 def tile(kernel: str, dtype: str, width: int) -> Tile:
     """Return the Tile of a kernel of TILES for heads of `width`, by NumPy's name of the type."""
-    itemsize = ITEM_BYTES[dtype]
+    itemsize = 4 if dtype == "float32" else 2
     width = next(one for one in WIDTHS if width <= one)
     rows, columns, blocks = TILES[itemsize][kernel][width]
     name = f"{kernel}<{C_TYPES[dtype]}, {width}, {rows}, {columns}, {blocks}>"
@@ -63,7 +61,7 @@ def tile(kernel: str, dtype: str, width: int) -> Tile:
         shared_bytes += rows * (columns * itemsize + 16)
     if backward:  # per-query numbers
         shared_bytes += 2 * columns * 16
-    return Tile(FILES[kernel], name, rows, columns, width, shared_bytes)
+    return Tile(f"{kernel}.cu", name, rows, columns, width, shared_bytes)
 
 
 def of_parts(chosen: Tile) -> Tile:
@@ -115,18 +113,19 @@ class AttentionOps(CupyOps):
         Views of a packed (B, T, 3, H, d) array are taken as they are, and so are the first keys of
         a longer array.
         """
+        batch, queries, heads, width = q.shape
         y = self.xp.empty(q.shape, dtype)
-        stats = self._row_values(q, 2)
+        stats = self.xp.empty((batch, heads, queries, 2), np.float32)
         sizes, arrays = self._arguments(q, k, v)
-        chosen = tile("flash_forward", q.dtype.name, q.shape[-1])
+        chosen = tile("flash_forward", q.dtype.name, width)
         self._start(
             chosen,
-            ceil(q.shape[1] / chosen.rows) * q.shape[0] * q.shape[2],
+            ceil(queries / chosen.rows) * batch * heads,
             *sizes,
             *arrays,
             self._ids(q_pos),
             self._ids(k_pos),
-            q.shape[-1] ** -0.5,
+            width**-0.5,
             int(y.dtype == np.float32),
             y,
             stats,
@@ -136,14 +135,14 @@ class AttentionOps(CupyOps):
     def attention_delta(self, dy: Array, y: Array) -> Array:
         """Return delta (B, H, Tq), the sum of dy y over a head; y of dy's type or float32."""
         batch, queries, heads, width = y.shape
-        delta, rows = self._row_values(y), batch * queries * heads
+        delta = self.xp.empty((batch, heads, queries), np.float32)
         y, dy = self._whole(y), self._whole(dy)
         self.loader.launch(
             "flash_backward.cu",
             delta_name(y.dtype.name, dy.dtype.name),
-            (ceil(rows / (DELTA_THREADS // 32)),),
+            (ceil(delta.size / (DELTA_THREADS // 32)),),
             (DELTA_THREADS,),
-            (rows, queries, heads, width, y, dy, delta),
+            (delta.size, queries, heads, width, y, dy, delta),
         )
         return delta
 
@@ -241,11 +240,6 @@ class AttentionOps(CupyOps):
             if made is not asked:
                 asked[...] = made
         return results[0], results[1], results[2]
-
-    def _row_values(self, q: Array, *more: int) -> Array:
-        """Return uninitialised float32 numbers for each row of each head, (B, H, Tq, ...)."""
-        batch, queries, heads, _ = q.shape
-        return self.xp.empty((batch, heads, queries, *more), np.float32)
 
     def _start(self, chosen: Tile, blocks: int, *arguments: Any) -> None:
         """Start a kernel with two threads for each row of its tile: a warp has 16 rows."""

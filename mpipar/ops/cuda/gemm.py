@@ -123,8 +123,7 @@ class BlasGemm:
 # op(B) = B; "NT" op(B) = transposed; "TN" op(A) = transposed.
 
 LAYOUTS = ("NN", "NT", "TN")  # y = x w; dx = dy w^T; dw = x^T dy. None needs both transposed.
-PARAMETERS = "BM BN BK WM WN Stages"  # see gemm_mma.cu
-TILES = (128, 128, 32, 64, 32, 3)
+TILES = (128, 128, 32, 64, 32, 3)  # BM, BN, BK, WM, WN, Stages: see gemm_mma.cu
 
 
 class Gemm(NamedTuple):

@@ -94,7 +94,7 @@ class Loader:
                 "GPU"
             )
         self._xp, self._folders = xp, folders
-        self._found: dict[str, Any] = {}  # by name: the function that finds a kernel in its module
+        self._modules: dict[str, Any] = {}  # by kernel, whose first start finds its function
         self._functions: dict[str, Any] = {}
 
     def launch(
@@ -113,18 +113,14 @@ class Loader:
         dynamic shared memory.
         """
         if name not in self._functions:
-            self._functions[name] = self._function(file, name, shared_bytes)
+            if name not in self._modules:
+                names = together(name, text := source(file, self._folders))
+                module = self._xp.RawModule(code=text, options=OPTIONS, name_expressions=names)
+                self._modules |= dict.fromkeys(names, module)
+            function = self._functions[name] = self._modules[name].get_function(name)
+            if shared_bytes > PLAIN_SHARED_BYTES:
+                function.max_dynamic_shared_size_bytes = shared_bytes
         values = tuple(
             [SCALARS[type(one)](one) if type(one) in SCALARS else one for one in arguments]
         )
         self._functions[name](grid, block, values, shared_mem=shared_bytes)
-
-    def _function(self, file: str, name: str, shared_bytes: int) -> Any:
-        if name not in self._found:
-            names = together(name, text := source(file, self._folders))
-            module = self._xp.RawModule(code=text, options=OPTIONS, name_expressions=names)
-            self._found |= dict.fromkeys(names, module.get_function)
-        function = self._found[name](name)
-        if shared_bytes > PLAIN_SHARED_BYTES:
-            function.max_dynamic_shared_size_bytes = shared_bytes
-        return function

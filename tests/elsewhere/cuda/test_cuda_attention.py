@@ -129,7 +129,7 @@ STATIC_SHARED = 128  # of `Visits`
 def test_every_tile_fits_a_processor():
     """The limit is a block's shared memory on compute capabilities 8.6 and 8.9, the smallest."""
     for dtype in DTYPES:
-        for kernel in attention.FILES:
+        for kernel in attention.TILES[4]:
             for width in (1, *attention.WIDTHS):
                 chosen = attention.tile(kernel, dtype, width)
                 assert chosen.shared_bytes + STATIC_SHARED <= 99 << 10
