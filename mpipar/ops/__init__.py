@@ -66,7 +66,7 @@ def make(
         return CupyOps(dtype, gemm, host_rank)
     if device != "shapes":
         raise UsageError(f"device {device!r} does not exist; use one of {', '.join(DEVICES)}")
-    like = {"fused": FusedOps, "plain": CupyOps}.get(str(kernels), ArrayOps)
+    like = FusedOps if kernels == "fused" else CupyOps if kernels == "plain" else ArrayOps
     return ShapeOps(dtype, recorder, like, keeps_scratch=kernels in KERNELS["cpu"])
 
 

@@ -65,8 +65,7 @@ class Arrays:
     @memory
     def to_host(self, x: Array) -> np.ndarray:
         """Return x as a NumPy array (on the CPU: x itself)."""
-        host: np.ndarray = x
-        return host
+        return np.asarray(x)
 
     @memory
     def to_floats(self, xs: Sequence[Any]) -> list[float]:

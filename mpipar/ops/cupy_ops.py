@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from time import perf_counter_ns
 from types import ModuleType
 from typing import Any
@@ -286,8 +287,7 @@ class CupyOps(ArrayOps):
 
     def to_host(self, x: Array) -> np.ndarray:
         """Return x copied to a NumPy array; waits for the device."""
-        host: np.ndarray = self.xp.asnumpy(x)
-        return host
+        return np.asarray(self.xp.asnumpy(x))
 
     def pinned(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
         """Return an uninitialised host array in page-locked memory, where copies run fastest."""
@@ -324,7 +324,7 @@ class CupyOps(ArrayOps):
 def _usable_cupy(host_rank: int) -> ModuleType:
     """Return the module cupy after one small computation on this process's device."""
     try:
-        import cupy
+        cupy = import_module("cupy")
     except ImportError as error:
         raise EnvironmentProblem(
             f"--device cuda needs CuPy, which cannot be imported here ({error}): install it with "
@@ -349,5 +349,4 @@ def _usable_cupy(host_rank: int) -> ModuleType:
             f"--device cuda needs a usable GPU, and CuPy cannot compute on one here ({error}): "
             "start on a node with a GPU and its driver, or type --device cpu"
         ) from error
-    module: ModuleType = cupy
-    return module
+    return cupy

@@ -12,6 +12,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from types import ModuleType, SimpleNamespace
 from typing import Any, Protocol
 
@@ -30,8 +31,7 @@ MEMORY_LABELS = ("weights", "gradients", "optimizer", "stash", "buffers")
 
 def labels_of(peaks: Iterable[Iterable[str]]) -> tuple[str, ...]:
     """Return MEMORY_LABELS and any further labels of {label: bytes} dicts, such as `snapshot`."""
-    further = {label for peak in peaks for label in peak} - {*MEMORY_LABELS}
-    return (*MEMORY_LABELS, *sorted(further))
+    return (*MEMORY_LABELS, *sorted({*chain(*peaks)} - {*MEMORY_LABELS}))
 
 
 class Ledger:
@@ -254,8 +254,7 @@ class ShapeOps(Ops):
         return dict(self._ledger.peak)
 
     def _count(self, flops: int) -> None:
-        phase = "" if self.recorder is None else self.recorder.phase
-        self.flops[phase] += flops
+        self.flops["" if self.recorder is None else self.recorder.phase] += flops
 
     # Memory.
 

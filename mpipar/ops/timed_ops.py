@@ -12,8 +12,6 @@ from typing import Any
 from mpipar.ops.functions import MEMORY, Ops
 from mpipar.ops.signature import Function
 
-PARALLEL = "mpipar.layers.parallel"
-
 
 def layer_of(frame: FrameType) -> str:
     """Return the `name` in the function that a frame runs, else that of its `self`.
@@ -23,7 +21,7 @@ def layer_of(frame: FrameType) -> str:
     while True:
         local = frame.f_locals
         layer = str(local.get("name") or getattr(local.get("self"), "name", ""))
-        if layer or not frame.f_globals["__name__"].startswith(PARALLEL):
+        if layer or not frame.f_globals["__name__"].startswith("mpipar.layers.parallel"):
             return layer
         assert frame.f_back
         frame = frame.f_back

@@ -105,10 +105,8 @@ class FusedOps(AttentionOps):
         """Start a kernel with a warp for each row of x (..., D)."""
         if x.size:
             rows, columns = as_rows(x).shape
-            self._by_warp(file, name, rows, columns, *reads, *writes)
-
-    def _by_warp(self, file: str, name: str, rows: int, *arguments: Any) -> None:
-        self.loader.launch(file, name, (ceil(rows / WARPS),), (32, WARPS), (rows, *arguments))
+            grid, block = (ceil(rows / WARPS),), (32, WARPS)
+            self.loader.launch(file, name, grid, block, (rows, columns, *reads, *writes))
 
     def _rows(self, kernel: str, x: Array, *arguments: Any) -> None:
         """Start a kernel of cross-entropy with a block for each row of x (N, V)."""
@@ -202,18 +200,22 @@ class FusedOps(AttentionOps):
         assert positions.size in (tokens, batch * tokens), (positions.shape, x.shape)
         assert table.dtype == np.float32, table.dtype
         if x.size:
-            self._by_warp(
+            self.loader.launch(
                 "rope.cu",
                 by_type("rotate", x.dtype.name),
-                batch * tokens,
-                width // 2,
-                heads,
-                np.int64(row // item),
-                positions.size,
-                self._ids(positions),
-                self._in_place(table),
-                sign,
-                x,
+                (ceil(batch * tokens / WARPS),),
+                (32, WARPS),
+                (
+                    batch * tokens,
+                    width // 2,
+                    heads,
+                    np.int64(row // item),
+                    positions.size,
+                    self._ids(positions),
+                    self._in_place(table),
+                    sign,
+                    x,
+                ),
             )
         return x
 

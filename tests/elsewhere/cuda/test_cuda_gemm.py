@@ -8,7 +8,6 @@ from cuda_kernels import KERNELS
 
 from bench.kernels import rungs
 from mpipar.ops.cuda import gemm as own
-from mpipar.ops.cuda.kernels import Loader
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 # Largest relative error of one rounding, by the number of bits.
@@ -122,24 +121,6 @@ def test_every_instantiation_that_is_used(rng, file):
         product = Product(rng, (133, 65, 71), layout, dtype, out_dtype, beta=1.0)
         run_kernel(*product.launch(kernel))
         assert product.error() <= product.bound, name
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", own.LAYOUTS)
-@pytest.mark.parametrize(("rung", "dtype", "out_dtype"), TYPES)
-def test_every_rung_on_a_gpu(rng, rung, dtype, out_dtype, layout):
-    import cupy
-
-    loader = Loader(cupy, folders=rungs.FOLDERS)
-    for tiles in (rungs.RUNGS[rung].default, SMALL[rung]):
-        kernel = rungs.gemm(rung, layout, dtype, out_dtype, tiles)
-        for sizes, gap in zip(SIZES, (0, 3, 8, 16), strict=True):
-            product = Product(rng, sizes, layout, dtype, out_dtype, 1.0, gap)
-            file, name, grid, block, arguments, shared_bytes = product.launch(kernel)
-            moved = [cupy.asarray(one) if isinstance(one, np.ndarray) else one for one in arguments]
-            loader.launch(file, name, grid, block, moved, shared_bytes)
-            product.c[...] = cupy.asnumpy(moved[8])
-            assert product.error() <= product.bound, (kernel, sizes)
 
 
 def _listed():
