@@ -18,7 +18,6 @@ from mpipar.ops.shape_ops import Recording, ShapeOps
 
 __all__ = ["KERNELS", "make", "make_for", "shapes_for"]
 
-DEVICES = ("cpu", "cuda", "shapes")
 KERNELS = {"cpu": ("numpy", "numba"), "cuda": ("fused", "plain")}  # the first is the default
 
 
@@ -65,7 +64,7 @@ def make(
             return FusedOps(gemm, host_rank)
         return CupyOps(dtype, gemm, host_rank)
     if device != "shapes":
-        raise UsageError(f"device {device!r} does not exist; use one of {', '.join(DEVICES)}")
+        raise UsageError(f"device {device!r} does not exist; use one of cpu, cuda, shapes")
     like = FusedOps if kernels == "fused" else CupyOps if kernels == "plain" else ArrayOps
     return ShapeOps(dtype, recorder, like, keeps_scratch=kernels in KERNELS["cpu"])
 

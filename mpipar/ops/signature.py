@@ -71,21 +71,19 @@ class Part(NamedTuple):
 
 
 class Function(NamedTuple):
-    """A line, parsed, and what stands with it: see `shapes`."""
+    """A line, parsed, and what stands with it: see `shapes`.
+
+    makes: the results that are new, rather than arguments.
+    """
 
     name: str
     text: str
     takes: tuple[Part, ...]
     gives: tuple[Part, ...]
+    makes: tuple[Part, ...]
     rows: bool
     exact: bool
     flops: str
-
-    @property
-    def makes(self) -> tuple[Part, ...]:
-        """The results that are new, rather than arguments."""
-        names = {part.name for part in self.takes}
-        return tuple(part for part in self.gives if part.name not in names)
 
     def bind(self, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
         """Return name -> argument for a call."""
@@ -150,9 +148,10 @@ def shapes(
     the digits and sizes that are multiplied.
     """
     takes, gives = (tuple(map(Part.parse, side.split())) for side in text.split("->"))
+    makes = tuple(part for part in gives if part.name not in {one.name for one in takes})
 
     def declare(declared: Method) -> Method:
-        function = Function(declared.__name__, text, takes, gives, rows, exact, flops)
+        function = Function(declared.__name__, text, takes, gives, makes, rows, exact, flops)
         declared.function = function  # type: ignore[attr-defined]
         return declared
 
