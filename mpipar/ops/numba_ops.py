@@ -56,7 +56,7 @@ class NumbaOps(NumpyOps):
         """Start the kernel of a function; all leading dimensions are merged into one."""
         values = [
             x
-            if x is None or (kept is None and hasattr(x, "shape"))
+            if x is None or (kept is None and isinstance(x, np.ndarray))
             else self.scalar(x)
             if kept is None
             else x.reshape(-1, *x.shape[x.ndim - kept :])
