@@ -38,8 +38,7 @@ class Arrays:
 
     def __init__(self, xp: ModuleType, dtype: DTypeLike, device: str) -> None:
         self.xp = xp
-        self.dtype: np.dtype = np.dtype(dtype)
-        self.accum_dtype = self.dtype
+        self.dtype = self.accum_dtype = np.dtype(dtype)
         self.device = device
         # A NumPy float64 scalar would widen a float32 array (NEP 50), so this casts every scalar.
         self.scalar: Any = self.dtype.type

@@ -136,8 +136,7 @@ class ShapeArray:
 
     def astype(self, dtype: DTypeLike) -> ShapeArray:
         """Return a new array of another type; a wider one is a buffer for one computation."""
-        wider = np.dtype(dtype).itemsize > self.itemsize
-        label = "buffers" if wider else self._block.label
+        label = "buffers" if np.dtype(dtype).itemsize > self.itemsize else self._block.label
         return ShapeArray.allocate(self._block.ledger, self.shape, dtype, label)
 
     def view(self, dtype: DTypeLike) -> ShapeArray:
@@ -299,8 +298,9 @@ class ShapeOps(Ops):
         return self.empty((rows,), np.int64), self.empty((rows,), np.int64)
 
     # These concern only the host.
-    pinned, to_pinned = ArrayOps.pinned, ArrayOps.to_pinned
-    synchronize, timestamp, nanoseconds = (
+    pinned, to_pinned, synchronize, timestamp, nanoseconds = (
+        ArrayOps.pinned,
+        ArrayOps.to_pinned,
         ArrayOps.synchronize,
         ArrayOps.timestamp,
         ArrayOps.nanoseconds,
@@ -360,10 +360,9 @@ class ShapeOps(Ops):
         """Return (y (B, Tq, H, d), probs (B, H, Tq, Tk) or, in tiles, (y, stats))."""
         if q.shape[-1] > self.tiled_head_width:
             return super().attention_forward(q, k, v, q_pos, k_pos)
-        batch, queries, heads, _ = q.shape
         self._count(2 * 2 * q.size * k.shape[1])
         y = self.empty(q.shape, q.dtype)
-        return y, (y, self.empty((batch, heads, queries, 2), self.accum_dtype))
+        return y, (y, self.empty((len(q), q.shape[2], q.shape[1], 2), self.accum_dtype))
 
     def _lend_attention(self, name: str, q: Array, k: Array) -> Array | None:
         """Count the buffers of attention for a part: see `NumpyOps`; return what a GPU releases."""

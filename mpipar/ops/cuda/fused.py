@@ -315,6 +315,9 @@ class FusedOps(AttentionOps):
             (1.0 - beta2**step) ** -0.5,
             eps,
         )
+        key = table.tobytes()
+        if key not in self._tables:  # it stays on the device: every step uses the same ones
+            self._tables[key] = self.xp.asarray(table)
         name = "adamw" if copy is None else by_type("adamw_with_copy", copy.dtype.name)
         copies = () if copy is None else (self._in_place(copy),)
         self.loader.launch(
@@ -322,15 +325,8 @@ class FusedOps(AttentionOps):
             name,
             (blocks, len(runs)),
             (ELEMENT_THREADS,),
-            (self._on_device(table), *buffers, *map(float, numbers), *copies),
+            (self._tables[key], *buffers, *map(float, numbers), *copies),
         )
-
-    def _on_device(self, table: np.ndarray) -> Array:
-        """Return a table on the device, where it is kept: every step uses the same ones."""
-        key = table.tobytes()
-        if key not in self._tables:
-            self._tables[key] = self.xp.asarray(table)
-        return self._tables[key]
 
     # Every function that a kernel here computes takes 16-bit operands as they are.
     takes_16_bits = (
