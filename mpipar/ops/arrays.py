@@ -37,9 +37,9 @@ class Arrays:
     copies: "Copies"  # those of a device, which run beside its computing stream
 
     def __init__(self, xp: ModuleType, dtype: DTypeLike, device: str) -> None:
-        self.xp = xp
-        self.dtype = self.accum_dtype = np.dtype(dtype)
-        self.device = device
+        self.xp, self.device = xp, device
+        self.dtype: np.dtype = np.dtype(dtype)
+        self.accum_dtype = self.dtype
         # A NumPy float64 scalar would widen a float32 array (NEP 50), so this casts every scalar.
         self.scalar: Any = self.dtype.type
         self.neg_max = np.finfo(self.dtype).min  # the maximum of an empty set, in this type
