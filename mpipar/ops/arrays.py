@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike
 from mpipar.ops.signature import Array, Runs, Shape, memory, shapes
 
 if TYPE_CHECKING:
-    from mpipar.ops.cupy_ops import Copies
+    from mpipar.ops.cupy_copies import Copies
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are spread evenly
 

@@ -47,7 +47,8 @@ AWARE = {"MPIPAR_CUDA_AWARE": "yes", "CUDA_MACHINE_AWARE": "1"}
 BROKEN = """
 import sys
 from mpipar.__main__ import main
-from mpipar.ops.cupy_ops import Copies, CupyOps
+from mpipar.ops.cupy_copies import Copies
+from mpipar.ops.cupy_ops import CupyOps
 {}
 sys.exit(main())
 """
