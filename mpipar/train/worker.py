@@ -112,7 +112,7 @@ class Worker:
         if not skipped:
             self.update(norm, lr, number)
         sums = self.outer.meet([*map(float, astuple(agreed))]) if self.meets(step) else (0, 0, 0)
-        agreed = StepVotes.of_sums(sums, self.grid.size(ISLAND))
+        agreed = StepVotes.of_sums(sums, self.comms[ISLAND].size)
         seconds = (perf_counter_ns() - start) * 1e-9
         return StepResult(step, loss, norm, lr, seconds, agreed, scale, skipped)
 
