@@ -104,7 +104,7 @@ def test_csv_in_both_directions(tmp_path, capsys):
         (
             "dualpipe-v --pp 5 --costs 1,x --latency -1",
             [
-                "--costs 1,x: each of them must be a number",
+                "--costs 1,x: must be a number",
                 "--latency -1: must be a number",
                 "--schedule dualpipe-v with --pp 5",
             ],
@@ -114,7 +114,7 @@ def test_csv_in_both_directions(tmp_path, capsys):
         ("--compare --book", ["leave --book out"]),
         ("1f1b --costs 1,1", ["--costs: use three numbers"]),
         ("1f1b --costs 0,1,1", ["--costs 0: must be greater than 0"]),
-        ("1f1b --costs 1,1/0,1", ["--costs 1,1/0,1: each of them must"]),
+        ("1f1b --costs 1,1/0,1", ["--costs 1,1/0,1: must be a number"]),
         ("1f1b --chunks 2", ["leave --chunks out"]),
         ("--from-csv no.csv --compare --chunks 2", ["leave --compare and --chunks out"]),
         ("--compare --symbols --json --csv a.csv", ["leave --symbols and --json and --csv out"]),
