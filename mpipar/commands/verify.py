@@ -7,6 +7,7 @@ from mpipar.config.sections import FIELDS
 from mpipar.config.setting import field_problem, switch
 from mpipar.config.text import counted
 from mpipar.errors import EXIT_CHECK_FAILED, EXIT_OK
+from mpipar.run.files.settings import forced
 
 WORST = 5  # tensors that are shown without --all
 
@@ -73,7 +74,7 @@ def exact(parsed):
 
     run = with_values(parsed.config.run, dtype="float64", loss_scale=None, gemm="blas")
     train = with_values(parsed.config.train, optimizer="sgd")
-    return replace(parsed, config=replace(parsed.config, run=run, train=train))
+    return forced(parsed, replace(parsed.config, run=run, train=train))
 
 
 COMMAND = Command(

@@ -36,7 +36,7 @@ from mpipar.run.checkpoint.weights import GENERATION, token_ids
 from mpipar.run.data.documents import is_json_lines
 from mpipar.run.data.tokenizer import Tokenizer, tokenizer_of
 from mpipar.run.files.bounded import problems_as, read_text
-from mpipar.run.files.settings import ParsedConfig
+from mpipar.run.files.settings import ParsedConfig, forced
 from mpipar.run.folder import find_source, tokenizer_folder
 from mpipar.run.process.session import Session
 from mpipar.run.resolve import Prompt, config_facts, digest_of_value, encode_prompts, resolve
@@ -295,7 +295,7 @@ class Request:
             (usage_problems, UsageError),
             (read_weights, DataError),
         ]
-        config, _ = resolve(replace(parsed, config=start), world_size, checks)
+        config, _ = resolve(forced(parsed, start), world_size, checks)
         groups = given.grid.num_microbatches or config.grid.pp  # as many as work at the same time
         self.config = replace(config, grid=replace(config.grid, num_microbatches=groups))
         self.ops = ops_module.make_for(config.run, host_rank)

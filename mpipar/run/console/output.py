@@ -178,7 +178,7 @@ def progress(what: str, total: int | None, unit: str, **more):
 
     more: other options of tqdm.
     """
-    from tqdm import tqdm  # takes 37 ms, which a run without a line need not spend
+    from tqdm import tqdm  # takes 37 ms, which other commands need not spend
 
     tqdm.set_lock(threading.RLock())  # its own also locks other processes out
     tqdm.monitor_interval = 0  # no thread that looks at lines that do not move

@@ -31,7 +31,7 @@ LINE_END = re.compile(r"(?<=\S)\n(?=\S)")  # not beside white space, which could
 HEAD = 1 << 16  # characters at the start of a document that decide whether it is held out
 HELD_OUT = 10  # one part in ten is held out
 KEY = "text"
-ARRAY = re.compile(rb'\s*\[\s*\{\s*"')
+ARRAY = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*"')
 BEGINS_WITH_TEXT = re.compile(rb'\{[ \t]*"text"[ \t]*:')
 
 
@@ -43,8 +43,6 @@ def is_json_lines(path: Path) -> bool:
     with open_regular(path) as file:
         head = file.read(HEAD).removeprefix(codecs.BOM_UTF8)
     kind = recognized(head, os.path.getsize(path) or 1)  # an empty one is a text, too
-    if ARRAY.match(head):
-        kind = "a JSON array; write its objects one on each line, as JSON lines"
     # A page is text if its name says what it is.
     if kind not in (None, JSON_LINES) and path.suffix not in (".html", ".htm"):
         raise ValueError(f"is {kind}")
@@ -61,6 +59,9 @@ def read_documents(
     that is not text, and for a line of JSON without a text.
     """
     with problems_as(DataError, str(path)), open_regular(path) as file:
+        if ARRAY.match(file.read(HEAD)):
+            raise ValueError("is a JSON array; write its objects one on each line, as JSON lines")
+        file.seek(0)
         if is_json_lines(path):
             found = _of_json(file, progress)
         else:

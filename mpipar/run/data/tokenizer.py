@@ -206,7 +206,7 @@ def tokenizer_of(folder: Path | None, vocab_size: int, is_text: bool = False) ->
     is_text: whether the model is trained on text without a tokenizer, and so on bytes.
     Raises as `load_tokenizer` does, and DataError if it has more ids than the model.
     """
-    files = read_files(folder) if folder else {}
+    files = read_files(folder) if folder and os.path.isdir(folder) else {}
     if not files and (is_text or vocab_size == BYTES):
         return byte_tokenizer()
     if not is_text and not can_be_read(files):
@@ -304,7 +304,8 @@ def _add_named(tokenizers, library, files: dict[str, bytes]) -> None:
     named |= built(dict[int, dict], more, "added_tokens_decoder")
     for place, token in sorted(named.items()):
         if library.token_to_id(token["content"]) is None:
-            library.add_tokens([tokenizers.AddedToken(**token)])
+            options = {name: value for name, value in token.items() if type(value) is bool}
+            library.add_tokens([tokenizers.AddedToken(token["content"], **options)])
         if (found := library.token_to_id(token["content"])) != place:
             raise ValueError(
                 f"its files give the token {brief(token['content'])} the id {place:,}, and it gives"

@@ -123,6 +123,8 @@ def problems_as(error: type[UserError], where: str, cure: str = "") -> Iterator[
         yield
     except (OSError, ValueError) as problem:
         text = getattr(problem, "strerror", None) or problem
+        if isinstance(problem, UnicodeDecodeError):
+            text = f"is not UTF-8 text: byte {problem.start:,} cannot be decoded"
         raise error(f"{where}: {text}{cure and '; ' + cure}") from None
 
 

@@ -303,6 +303,18 @@ def over(saved: Mapping[str, object], parsed: ParsedConfig) -> ParsedConfig:
     return dataclasses.replace(parsed, config=build({**saved, **parsed.given}))
 
 
+def forced(parsed: ParsedConfig, config: Config) -> ParsedConfig:
+    """Return it with a Config that holds whatever the user named.
+
+    What was named for a field that this changes or puts out of force is not judged.
+    """
+    before, now = in_force(parsed.config), in_force(config)
+    given = {
+        name: value for name, value in parsed.given.items() if before.get(name) == now.get(name)
+    }
+    return dataclasses.replace(parsed, config=config, given=given)
+
+
 def choice_problems(config: Config, given: dict) -> list[str]:
     """Return problems for fields that belong to a choice that is not taken, each with its cure.
 

@@ -66,6 +66,13 @@ def test_says_yes(layout, tmp_path):
     assert result.stdout.startswith(f"{1 + 2 * tensors} of {1 + 2 * tensors} agree to 1e-12")
 
 
+def test_the_settings_of_a_run_are_taken(tmp_path):
+    """Its flags of AdamW and of float16 do not belong to the step of SGD in float64."""
+    (tmp_path / "config.toml").write_text('dtype = "float16"\nloss-scale = 1024\nbeta1 = 0.8\n')
+    result = alone("verify", *SMALL, "--config", "config.toml", cwd=tmp_path).ended()
+    assert re.match(r"(\d+) of \1 agree to 1e-12", result.stdout)
+
+
 def test_rows_shorter_than_a_table_of_positions(tmp_path):
     shape = {"layers": 2, "D": 12, "F": 20, "T": 6, "V": 256, "tied": True}
     tensors = gpt2.random_weights(np.random.default_rng(1), **shape)

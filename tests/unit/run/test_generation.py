@@ -333,7 +333,13 @@ def test_a_logit_that_is_not_finite_is_never_drawn(largest, temperature):
 def test_prompts_with_a_byte_order_mark(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\n")
     assert [text for _, text in read_prompts(str(tmp_path / "a.txt"))] == ["one", "two"]
-    for content, part in (("one".encode("utf-16"), "UTF-16"), (b"\x1f\x8b\x08", "gzip")):
+    (tmp_path / "a.txt").write_text('[{"a": 1}] next\n')
+    assert len(read_prompts(str(tmp_path / "a.txt"))) == 1
+    for content, part in (
+        ("one".encode("utf-16"), "UTF-16"),
+        (b"\x1f\x8b\x08", "gzip"),
+        (b"caf\xe9", "is not UTF-8 text: byte 3 cannot be decoded"),
+    ):
         (tmp_path / "a.txt").write_bytes(content)
         with pytest.raises(DataError, match=part):
             read_prompts(str(tmp_path / "a.txt"))

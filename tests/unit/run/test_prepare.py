@@ -178,7 +178,7 @@ def test_a_line_of_json_that_is_no_document(line, part, tmp_path, monkeypatch):
     (b"<!DOCTYPE html>\n<html></html>", "a web page"), ("text".encode("utf-16"), "UTF-16"),
     ("text".encode("utf-16-be"), "byte 0 is zero"), (b"ab\0", "byte 2 is zero"),
     (b"GGUF" + b"x" * 99, "GGUF"), (b'[{"text": "a"},\n {"text": "b"}]', "a JSON array"),
-    (MARK + b'[{"text": "a"}]', "a JSON array"),
+    (MARK + b'[{"text": "a"}]', "a JSON array"), (b"caf\xe9", "byte 3 cannot be decoded"),
     (MARK + b"te\xff", "byte 5 cannot be decoded"), (b"x" * BLOCK + b"yz\0", f"{BLOCK + 2:,} is"),
     (b"x" * (BLOCK - 1) + "\u00e4".encode() + b"\x80", f"byte {BLOCK + 1:,} cannot be decoded"),
     (b"x" * (BLOCK - 1) + "\U0001f600".encode()[:3], f"byte {BLOCK - 1:,} cannot be decoded"),
@@ -187,6 +187,15 @@ def test_a_file_that_is_no_text_is_named(content, part, tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=f"{path}: is .*{part}"):
+        list(read_documents(path, None, Counter()))
+
+
+def test_a_page_is_text_by_its_name_but_no_array(tmp_path):
+    path = tmp_path / "a.html"
+    path.write_bytes(b"<!DOCTYPE html>")
+    assert [text for text, _ in read_documents(path, None, Counter())] == ["<!DOCTYPE html>"]
+    path.write_bytes(b'[{"text": "a"}]')
+    with pytest.raises(DataError, match="a JSON array"):
         list(read_documents(path, None, Counter()))
 
 

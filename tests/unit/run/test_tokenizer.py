@@ -228,12 +228,13 @@ def test_no_ids_depend_on_chance(tmp_path):
 
 
 ROLE = {"content": "<|role|>", "special": True}
+PAD = {"content": "<pad>", "lstrip": None, "__type": "AddedToken"}
 
 
 @pytest.mark.text
 @pytest.mark.parametrize("save", [save_tokenizer, save_like_gpt2])
 @pytest.mark.parametrize(("name", "content"), [
-    ("tokenizer_config.json", {"added_tokens_decoder": {"400": ROLE, "401": {"content": "<pad>"}}}),
+    ("tokenizer_config.json", {"added_tokens_decoder": {"400": ROLE, "401": PAD}}),
     ("added_tokens.json", {"<pad>": 401, "<|role|>": 400}),
 ])  # fmt: skip
 def test_tokens_that_are_only_named_beside_the_tokenizer(save, name, content, tmp_path):
