@@ -253,7 +253,7 @@ class ShardedGradSync(ReduceScatterGradSync):
 
 
 class FullyShardedUnits(WholeWeights):
-    """Gathers each unit for each pass, into one of two buffers. It is the `Weights` of an engine.
+    """Gathers each unit for each pass, into one of two buffers.
 
     A rank that holds several stages runs one pass at a time, so all its stages share the buffers.
     Neighbouring units never use the same one: units with even and odd numbers alternate. A tied

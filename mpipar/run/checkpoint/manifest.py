@@ -27,6 +27,7 @@ from mpipar.run.files.bounded import built, open_regular, problems_as, read_json
 
 FORMAT = 1  # newer formats are refused
 NAME = "manifest.json"
+SCALE = {"value", "good", "skipped"}  # what `LossScale.state` returns
 STEP_FOLDER = re.compile(r"step-(\d{8,15})")
 PIECES_FILE = re.compile(r"pieces-\d{5,9}\.safetensors")
 MOST_BYTES = 128 << 20  # of a manifest; a piece takes about 170
@@ -171,6 +172,8 @@ def _manifest(content) -> Manifest:
             f"its format is {shown(content.get('format'))}, this mpipar reads {FORMAT}"
         )
     found = built(Manifest, content | {"config": ""}, "it")  # every other text has one line
+    if not found.tensors or any({*one} != SCALE for one in found.scales):
+        raise ValueError("it lacks tensors, or values of a loss scale")
     config = str(content.get("config"))
     return replace(found, config=config, layout={axis: found.layout.get(axis, 1) for axis in AXES})
 

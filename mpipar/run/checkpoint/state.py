@@ -58,7 +58,8 @@ from mpipar.run.checkpoint.weight_files import open_tensors, safetensors_head
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import problems_as
 
-PARTIAL = re.compile(rf"{STEP_FOLDER.pattern}\.partial-[0-9a-f]+")
+# The second is what a version before 0.3 was deleting when it was killed.
+PARTIAL = re.compile(rf"{STEP_FOLDER.pattern}\.partial-[0-9a-f]+|\.trash-step-.*")
 
 
 def write_new(path: Path, chunks) -> tuple[int, str]:

@@ -170,8 +170,8 @@ def written_digests(folder: Path) -> dict[str, str]:
     Raises DataError.
     """
     path = folder / DIGESTS
-    content = read_json(path) if path.exists() else {}
     with problems_as(DataError, str(path)):
+        content = read_json(path) if path.exists() else {}
         found = built(dict[str, str], content, "its content")
     return {name: digest for name, digest in found.items() if BESIDE.fullmatch(name)}
 

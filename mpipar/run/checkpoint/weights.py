@@ -295,11 +295,12 @@ def read_tokenizer_files(source: Path | None, speaks=None) -> dict[str, bytes]:
     a text, else config.json, else the tokenizer. Raises DataError for a file that cannot be read.
     """
     found, files = tokenizer.read_files(source) if source else {}, speaks.files if speaks else {}
-    if source and (source / GENERATION).exists():
+    if source:
         with problems_as(DataError, str(source / GENERATION)):
-            found[GENERATION] = read_bytes(source / GENERATION)
-    elif source and any(one is not None for one in token_ids(source / "config.json").values()):
-        found[GENERATION] = json_bytes(token_ids(source / "config.json"))
+            if (source / GENERATION).exists():
+                found[GENERATION] = read_bytes(source / GENERATION)
+            elif any(one is not None for one in token_ids(source / "config.json").values()):
+                found[GENERATION] = json_bytes(token_ids(source / "config.json"))
     if (
         files
         and found.keys() - {GENERATION}
@@ -324,7 +325,8 @@ def token_ids(path: Path, vocab_size: int | None = None) -> dict:
 
     An id outside the vocabulary is treated as None.
     """
-    content = read_json(path) if path.exists() else {}
+    with problems_as(DataError, str(path)):
+        content = read_json(path) if path.exists() else {}
     found = content if isinstance(content, dict) else {}
     return {key: found[key] if _is_id(found.get(key), vocab_size) else None for key in IDS}
 

@@ -87,7 +87,7 @@ def load_source(paths: tuple[str, ...], vocab_size: int, thorough: bool = True) 
 def _joined(parts: list, vocab_size: int):
     """Return the tokens of several files of one kind, one after the other; None for no files."""
     if parts and isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
     return TokenFiles(pieces_of(parts), vocab_size) if parts else None
 
 

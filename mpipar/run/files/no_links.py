@@ -96,7 +96,9 @@ def _inside(root, name: str) -> Path:
 
 def _strange(name: str | None) -> OSError:
     why = "is a link, a folder, a pipe or a device; give a regular file"
-    return PermissionError(errno.EPERM, f"{name} {why}" if name else why)
+    if name:
+        why = f"{name} is a link, or another kind of file than a run has; move it away"
+    return PermissionError(errno.EPERM, why)
 
 
 def replace_file(path, pieces: Iterable, *, sync: bool = True, root=None) -> None:

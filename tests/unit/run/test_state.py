@@ -113,7 +113,7 @@ def test_the_files_are_ordinary_safetensors(tmp_path):
 def test_the_newest_stay(keep, left, tmp_path):
     """A commit also removes what others have left, and nothing else."""
     (saver,) = savers_of(workers_of(config_for(), 1), tmp_path, keep)
-    for name in ("step-00000009.partial-0a", "step-00000001.partial-0b", "notes"):
+    for name in ("step-00000009.partial-0a", ".trash-step-00000001-0b", "notes"):
         (tmp_path / name).mkdir()
     for step in (1, 2, 3, 4):
         saver.save(step)
@@ -333,6 +333,8 @@ HOSTILE = {
     "a file above": (named(f"../{PIECES}"), r"\.\./pieces-00001\.safetensors: has no bytes"),
     "a zero byte": (named("pieces-00001\0.safetensors"), "is not JSON"),
     "a box of texts": (lambda one: one["pieces"][0].update(box=["ab"]), r"pieces\[0\].box"),
+    "no tensors": (lambda one: one.update(tensors={}), "it lacks tensors"),
+    "half a scale": (lambda one: one["loss_scale"].pop("good"), "values of a loss scale"),
     "a newer format": (lambda one: one.update(format=2), "its format is 2, this mpipar reads 1"),
     "an entry more": (lambda one: one.update(more=1), "is not the manifest"),
 }
