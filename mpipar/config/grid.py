@@ -26,7 +26,6 @@ SCHEDULES = (  # the rows of mpipar.pipeline.schedules.catalog
     "dualpipe-v",
 )
 AUTO = "auto"  # for --layout: chosen by predicted steps
-Layout = tuple[int, int, int]  # (dp, pp, tp)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ def matching(
     heads: int,
     kv_heads: int,
     cp: int = 1,
-) -> list[Layout]:
+) -> list[tuple[int, int, int]]:
     """Return every (dp, pp, tp) with these axes (None = free), the default one first.
 
     They use all ranks, tp cuts the heads, and pp is at most layers. cp: the size of that axis,

@@ -168,11 +168,6 @@ class ModelConfig:
     )
 
     @property
-    def whole_kv_heads(self) -> int:
-        """Key/value heads: tp divides them, or they divide tp."""
-        return self.kv_heads or self.heads
-
-    @property
     def rows(self) -> str:
         """Which side of a product comes first in its weights, in files and thus in memory."""
         return "in" if self.arch == "gpt2" else "out"
@@ -197,7 +192,7 @@ class ModelConfig:
         return replace(
             self,
             ffn=ffn,
-            kv_heads=self.whole_kv_heads,
+            kv_heads=self.kv_heads or self.heads,
             expert_ffn=self.expert_ffn or (ffn if self.experts else None),
             head_dim=self.head_dim or self.d_model // self.heads,
             max_positions=positions,

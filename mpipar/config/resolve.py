@@ -59,8 +59,14 @@ def values_of(config: Config, **facts) -> SimpleNamespace:
     facts: `ranks`, their number. free: the axes that were not given. csv: the schedule in the file
     of --schedule-csv. machine, chooses_layout: --machine, and whether --layout is auto.
     """
-    usual = {"ranks": None, "free": frozenset(), "csv": None, "machine": None}
-    usual |= {"chooses_layout": False, "axes_product": config.grid.num_ranks}
+    usual = {
+        "ranks": None,
+        "free": frozenset(),
+        "csv": None,
+        "machine": None,
+        "chooses_layout": False,
+        "axes_product": config.grid.num_ranks,
+    }
     return SimpleNamespace(**in_force(config), **usual | facts)
 
 
@@ -85,7 +91,7 @@ def subject(names: tuple[str, ...], values: SimpleNamespace) -> str:
 
 
 def kv_heads(v) -> int:
-    """Return the number of key/value heads."""
+    """Return the number of key/value heads, of values or of a ModelConfig."""
     return v.kv_heads or v.heads
 
 
@@ -110,7 +116,8 @@ def fits_nowhere(v) -> bool:
     return legal and not matching((v.dp, v.pp, v.tp), v.ranks, v.layers, v.heads, kv_heads(v), v.cp)
 
 
-MODEL = (
+RULES = (
+    # the model
     Rule(
         "head width",
         ("heads", "d_model"),
@@ -200,9 +207,7 @@ MODEL = (
         "one block in so many has experts, and there are fewer blocks; use at least"
         " --layers {expert_interval}",
     ),
-)
-
-LAYOUT = (
+    # the layout
     Rule(
         "number of ranks",
         ("dp", "pp", "tp", "cp", "ranks"),
@@ -338,9 +343,7 @@ LAYOUT = (
         " predicting more takes minutes; use a smaller --num-microbatches",
         complete=True,
     ),
-)
-
-MEMORY = (
+    # memory
     Rule(
         "nothing to shard",
         ("zero", "dp", "cp", "islands"),
@@ -349,9 +352,7 @@ MEMORY = (
         " --zero out, or use a larger --dp",
         complete=True,
     ),
-)
-
-MACHINE = (
+    # the machine
     Rule(
         "kernels of a device",
         ("kernels", "device"),
@@ -378,9 +379,7 @@ MACHINE = (
         lambda v: v.loss_scale is not None and math.frexp(v.loss_scale)[0] != 0.5,
         "only a power of two scales without rounding; use one, such as --loss-scale 1024",
     ),
-)
-
-RUN = (
+    # the run
     Rule(
         "folder to resume in",
         ("resume",),
@@ -421,8 +420,6 @@ RUN = (
     ),
 )
 
-RULES = (*MODEL, *LAYOUT, *MEMORY, *MACHINE, *RUN)
-
 # --- from what was typed to a complete Config
 
 WHOLE_TOKENS = 1 << 14  # tokens of a step that a single rank computes in one microbatch
@@ -440,10 +437,9 @@ def _value_problems(config: Config) -> dict[str, str]:
 
 def config_problems(config: Config) -> list[str]:
     """Return everything wrong with the values themselves, whatever the number of ranks."""
-    rules = broken_rules(config, None)
     return [
         *_value_problems(config).values(),
-        *(rule.problem(values) for rule, values in rules),
+        *(rule.problem(values) for rule, values in broken_rules(config, None)),
     ]
 
 
@@ -480,7 +476,7 @@ def _choose(config: Config, world_size: int) -> tuple[Config, set[str]]:
     """
     model, given, preset = config.model.completed(), config.grid, PRESETS[config.run.preset]
     axes = (given.dp, given.pp, given.tp)
-    fitting = matching(axes, world_size, model.layers, model.heads, model.whole_kv_heads, given.cp)
+    fitting = matching(axes, world_size, model.layers, model.heads, kv_heads(model), given.cp)
     dp, pp, tp = fitting[0] if fitting else [axis or 1 for axis in axes]
     method = given.cp_attention or ("ring" if given.cp > 1 else None)
     grid = replace(given, dp=dp, pp=pp, tp=tp, cp_attention=method)

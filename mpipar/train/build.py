@@ -74,7 +74,7 @@ def with_shared_heads(grid: Grid, model: ModelConfig) -> Grid:
 
     There are such runs where tp has more ranks than there are key and value heads.
     """
-    shared = grid.size("tp") // (model.whole_kv_heads or grid.size("tp"))
+    shared = grid.size("tp") // (model.kv_heads or grid.size("tp"))
     return replace(grid, sizes={**grid.sizes, "kv": max(1, shared)})
 
 

@@ -455,6 +455,7 @@ def letters(
     """
     assert config.ffn, "completed"
     assert config.head_dim, "completed"
+    assert config.kv_heads, "completed"
     tokens, heads = config.seq_len // cp, config.heads // tp
     return {
         "B": rows,
@@ -468,7 +469,7 @@ def letters(
         "f": chunk_size(config.ffn, tp),
         "v": chunk_size(config.vocab_size, tp, table_multiple),
         "Q": heads * config.head_dim,
-        "K": chunk_size(config.whole_kv_heads, tp) * config.head_dim,
+        "K": chunk_size(config.kv_heads, tp) * config.head_dim,
         "h": heads,
         "E": config.experts or 0,
         "x": config.experts or 0,
