@@ -40,7 +40,6 @@ from mpipar.run.files.bounded import parse_toml, read_toml
 MANY = 28  # flags; a command with more of them shows only the common ones
 MOST_CHOICES = 8  # that are listed after a flag
 FORMS = {int: "N", float: "X", str: "TEXT"}  # placeholders for values in the help
-OF_PATHS = {"nargs": "+", "metavar": "PATH"}
 USUAL = (  # (title, description, fields) that --help shows; --help-all shows the others too
     ("input and output", "", ("preset", "config", "data", "out", "resume")),
     ("layout", "dp x pp x cp x tp = number of ranks", ("layout", "dp", "pp", "cp", "tp")),
@@ -96,8 +95,10 @@ def add_flags(
     left = {name: FIELDS[name] for name in FLAGS if name in names} | MORE
     groups = USUAL
     if every or len(left) <= MANY:
-        parts = {**SECTIONS, "configuration": Typed}
-        groups = [(name, part.__doc__, part.__dataclass_fields__) for name, part in parts.items()]
+        groups = [
+            (name, part.__doc__, part.__dataclass_fields__)
+            for name, part in {**SECTIONS, "configuration": Typed}.items()
+        ]
     for title, text, members in groups:
         if chosen := [left.pop(name) for name in members if name in left]:
             group = parser.add_argument_group(title, text or None)
@@ -120,12 +121,16 @@ def add_field(group, field: dataclasses.Field, **more) -> None:
     form = "SIZE" if legal["in_bytes"] else FORMS.get(base)
     options = {"default": argparse.SUPPRESS, "metavar": legal["metavar"] or form}
     if base is bool:
-        action = "store_true" if legal["is_switch"] else argparse.BooleanOptionalAction
-        options = {"default": argparse.SUPPRESS, "action": action}
+        options = {
+            "default": argparse.SUPPRESS,
+            "action": "store_true" if legal["is_switch"] else argparse.BooleanOptionalAction,
+        }
     elif legal["is_positional"]:
         options["nargs"] = "*" if is_tuple else None if field.default is MISSING else "?"
     elif is_tuple:
-        options |= {"metavar": EXAMPLES[field.name]} if base is not str else OF_PATHS
+        options |= (
+            {"nargs": "+", "metavar": "PATH"} if base is str else {"metavar": EXAMPLES[field.name]}
+        )
     elif len(choices) > MOST_CHOICES:  # too many for one line
         options["metavar"] = "NAME"
         text += ": " + ", ".join(choices)
@@ -150,17 +155,11 @@ def parsed(
 ) -> tuple[dict[str, object], list[str]]:
     """Return ({field: text} of what was typed, problems with what the parser does not know).
 
-    Arguments without a flag may stand before, between and after the flags.
+    Arguments without a flag may stand before, between and after the flags. A problem is reported
+    for each unknown flag, or else for each unknown argument. The flag belongs to another command
+    or to none; the problem then names the closest one.
     """
     typed, extras = parser.parse_known_intermixed_args(words)
-    return vars(typed), unknown_flags(parser, extras)
-
-
-def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[str]:
-    """Return a problem for each flag that the parser did not know, or else each argument.
-
-    The flag belongs to another command or to none; the problem then names the closest one.
-    """
     options = [option for action in parser._actions for option in action.option_strings]
     known = [option[2:].replace("-", "_") for option in options if option.startswith("--")]
     found = []
@@ -169,7 +168,7 @@ def unknown_flags(parser: argparse.ArgumentParser, extras: list[str]) -> list[st
         of_others = name in FLAGS and name not in known
         why = f"{parser.prog} does not use it; leave it out"
         found.append(f"{word}: {why if of_others else unknown_word(name, known, 'flag')}")
-    return found or [
+    return vars(typed), found or [
         f"{extra!r}: unexpected argument; values follow a flag, as in --steps 10"
         for extra in extras
     ]
@@ -210,8 +209,24 @@ class ParsedConfig:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """All problems in reading it, and those of fields whose choice is not taken."""
-        return (*self.unread, *choice_problems(self.config, self.given))
+        """All problems in reading it, and those of fields whose choice is not taken.
+
+        Nothing is judged if a preset or the choice itself has an unknown value.
+        """
+        values, found = in_force(self.config), [*self.unread]
+        for name in self.given:
+            choice, *wanted = not_taken(name, values) or (None,)
+            if choice and all(
+                values[one] in (FIELDS[one].metadata["choices"] or (None,))
+                for one in (choice, "preset")
+            ):
+                whose = f"{flag(choice)} {' or '.join(map(str, wanted))}".rstrip()
+                now = "not given" if values[choice] is None else values[choice]
+                found.append(
+                    f"{named(name)}: belongs to {whose}, but {flag(choice)} is {now}; leave it"
+                    f" out, or type {flag(choice)} {(*wanted, EXAMPLES.get(choice))[0]}"
+                )
+        return tuple(found)
 
 
 def read(
@@ -313,27 +328,6 @@ def forced(parsed: ParsedConfig, config: Config) -> ParsedConfig:
         name: value for name, value in parsed.given.items() if before.get(name) == now.get(name)
     }
     return dataclasses.replace(parsed, config=config, given=given)
-
-
-def choice_problems(config: Config, given: dict) -> list[str]:
-    """Return problems for fields that belong to a choice that is not taken, each with its cure.
-
-    Nothing is judged if a preset or the choice itself has an unknown value.
-    """
-    values, found = in_force(config), []
-    for name in given:
-        choice, *wanted = not_taken(name, values) or (None,)
-        if choice and all(
-            values[one] in (FIELDS[one].metadata["choices"] or (None,))
-            for one in (choice, "preset")
-        ):
-            whose = f"{flag(choice)} {' or '.join(map(str, wanted))}".rstrip()
-            now = "not given" if values[choice] is None else values[choice]
-            found.append(
-                f"{named(name)}: belongs to {whose}, but {flag(choice)} is {now}; leave it out,"
-                f" or type {flag(choice)} {(*wanted, EXAMPLES.get(choice))[0]}"
-            )
-    return found
 
 
 def _read_file(path: str, problems: list[str], notes: list[str]) -> dict:
