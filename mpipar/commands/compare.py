@@ -62,10 +62,9 @@ def print_runs(before: Analysis, after: Analysis) -> None:
 def print_step(before: Analysis, after: Analysis) -> str:
     """Print how long a step takes on both sides; return the verdict."""
     step, counts = comparison.step_time(before, after)
-    few = min(counts) < comparison.LEAST_STEPS
     undecided = (
         "which may be chance: take more steps"
-        if few
+        if min(counts) < comparison.LEAST_STEPS
         else "within the spread: neither slower nor faster"
     )
     print(

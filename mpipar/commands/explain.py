@@ -82,8 +82,14 @@ def run(context: Context) -> int:
     if machine:
         step = step_of(config, machine)
         parts = [f"{s * 1e3:.2f} {PARTS[name]}" for name, s in step._asdict().items() if s > 0]
-        text = f"predicted step on {machine.name}: {step.total * 1e3:.2f} ms = {' + '.join(parts)}"
-        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+        print(
+            textwrap.fill(
+                f"predicted step on {machine.name}: {step.total * 1e3:.2f} ms ="
+                f" {' + '.join(parts)}",
+                WIDTH,
+                subsequent_indent="  ",
+            )
+        )
         if config.memory.zero == 0 and config.grid.island_dp * config.grid.cp > 1:
             sharded = replace(config, memory=replace(config.memory, zero=1))
             print(f"with --zero 1: {step_of(sharded, machine).total * 1e3:.2f} ms")
@@ -175,15 +181,22 @@ def print_rank(config, schedule, prediction, every_call: bool) -> None:
         f"{label} {nbytes(prediction.peak_bytes.get(label, 0))}"
         for label in labels_of([prediction.peak_bytes])
     )
-    text = f"memory at the peak: {parts}; together {nbytes(prediction.peak_total)}"
-    print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+    print(
+        textwrap.fill(
+            f"memory at the peak: {parts}; together {nbytes(prediction.peak_total)}",
+            WIDTH,
+            subsequent_indent="  ",
+        )
+    )
     if len(prediction.groups.get("expert", ())) > 1:
         worst = predict(config, prediction.world_rank, worst_case=True)
-        text = (
-            f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
-            f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}"
+        print(
+            textwrap.fill(
+                f"if all tokens of the {config.grid.ep} ranks go to experts of this one: stash "
+                f"{nbytes(worst.peak_bytes.get('stash', 0))}; together {nbytes(worst.peak_total)}",
+                WIDTH,
+            )
         )
-        print(textwrap.fill(text, WIDTH))
         print(textwrap.fill(formulas.expert_rows(config), WIDTH))
     if (limit := config.run.memory_limit) is not None and prediction.peak_total > limit:
         print(f"that is more than --memory-limit {limit} ({nbytes(limit)})")
@@ -241,14 +254,15 @@ def closed_forms(prediction, config, schedule, split, grid) -> str:
         groups["tp, one block"] = block
         index = int(block[0].name.split(".")[0].removeprefix("block"))
         expected["tp, one block"] = formulas.layer(config, grid.size("tp"), index)
-    rows = []
+    rows = [("axis", "of a step", "counted", "closed form", "")]
     for axis, own in groups.items():
         formula, count, text, size = expected.get(axis, formulas.Expected())
         sent = nbytes(sum(one.wire_bytes for one in own))
-        rows.append((axis, "calls", len(own), "" if count is None else count, formula))
-        rows.append((axis, "sent", sent, "" if size is None else nbytes(size), text))
-    head = ("axis", "of a step", "counted", "closed form", "")
-    return table_with_words([head, *rows], left=2)
+        rows += [
+            (axis, "calls", len(own), "" if count is None else count, formula),
+            (axis, "sent", sent, "" if size is None else nbytes(size), text),
+        ]
+    return table_with_words(rows, left=2)
 
 
 def memory_forms(prediction, config) -> str:

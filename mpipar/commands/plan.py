@@ -29,7 +29,6 @@ from mpipar.study.plan.memory import GIB
 from mpipar.study.plan.report import Job, as_dict, report
 from mpipar.study.plan.search import SCHEDULES, Question, search, with_own_step
 
-FORMATS = ("bfloat16", "float16", "float32")
 FREE = 5  # percent of a device's memory that is left free
 MOST_RANKS, MOST_ROWS = 1 << 17, 1 << 24
 
@@ -56,7 +55,7 @@ class Arguments:
     dtype: str | None = setting(
         None,
         "number format (default: the machine's 16-bit format; float32 on processors)",
-        choices=FORMATS,
+        choices=("bfloat16", "float16", "float32"),
     )
     stack: str = setting("mpipar", "software whose efficiency is assumed", choices=tuple(STACKS))
     memory_limit: int | None = setting(
@@ -101,15 +100,21 @@ def run(context: Context) -> int:
 def question_of(args: Arguments, job: Job) -> Question:
     """Return what the flags ask about a model. Raises UsageError and DataError."""
     model, machine, stack = job.config.model, load_machine(args.machine, args.ranks), args.stack
-    names = ("layout", "schedule", "recompute", "zero")
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = {
+        name: value
+        for name in ("layout", "schedule", "recompute", "zero")
+        if (value := getattr(args, name)) is not None
+    }
     wrong: list[str] = []
     fixed = expand_layout(given, wrong, LAYOUT)
     axes = {name: max(1, fixed.get(name, 1)) for name in LAYOUT}
     product, zero = math.prod(axes[name] for name in AXES), fixed.get("zero", 0)
     dtype, tokens = args.dtype or machine.dtype, args.seq_len or model.seq_len
-    batch = args.batch_size or job.config.train.batch_size
-    batch = batch or PRESETS[job.config.run.preset]["batch_size"]
+    batch = (
+        args.batch_size
+        or job.config.train.batch_size
+        or PRESETS[job.config.run.preset]["batch_size"]
+    )
     wrong += broken(
         *((fixed.get(name) == 0, f"--layout {name}=0: must be at least 1") for name in LAYOUT),
         *(
@@ -158,17 +163,19 @@ def question_of(args: Arguments, job: Job) -> Question:
     if wrong:
         raise UsageError(wrong)
     gib = args.memory_limit / GIB if args.memory_limit else machine.memory_gib
-    question = Question(
-        Shape.of(replace(model, seq_len=tokens)),
-        machine.with_dtype(dtype),
-        args.ranks,
-        gib * (1 - FREE / 100),
-        STACKS[stack].with_dtype(dtype),
-        batch,
-        fixed,
-        dtype,
+    return with_own_step(
+        Question(
+            Shape.of(replace(model, seq_len=tokens)),
+            machine.with_dtype(dtype),
+            args.ranks,
+            gib * (1 - FREE / 100),
+            STACKS[stack].with_dtype(dtype),
+            batch,
+            fixed,
+            dtype,
+        ),
+        job.config,
     )
-    return with_own_step(question, job.config)
 
 
 def job_of(args: Arguments) -> Job:

@@ -25,7 +25,7 @@ from mpipar.run.console.tables import table
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules import draw, explorer
 from mpipar.study.schedules.bubble import measured_costs
-from mpipar.study.schedules.draw import svg
+from mpipar.study.schedules.draw import short_number, svg
 from mpipar.study.schedules.forms import ClosedForm, closed_form
 from mpipar.study.schedules.simulate import Costs, Timeline, simulate
 from mpipar.study.trace import pop
@@ -243,17 +243,17 @@ def title(schedule: Schedule) -> str:
 def cost_words(costs: Costs) -> str:
     """Return the costs as the user gave them."""
     values = (costs.f, costs.i, costs.w, costs.i + costs.w, costs.latency)
-    return "F {}, I {}, W {}, B {}, latency {}".format(*map(draw.short_number, values))
+    return "F {}, I {}, W {}, B {}, latency {}".format(*map(short_number, values))
 
 
 def summary(timeline: Timeline, form: ClosedForm | None) -> str:
     """Return the simulated numbers of the whole step beside the closed forms."""
     bubble, peak = spread(timeline.global_bubble), spread(timeline.peak_stash)
-    messages = draw.short_number(sum(timeline.messages))
+    messages = short_number(sum(timeline.messages))
     return table(
         [
             ("", "simulated", "closed form"),
-            ("step", draw.short_number(timeline.makespan), ""),
+            ("step", short_number(timeline.makespan), ""),
             ("bubble, idle time of a worker", bubble, formula(form and form.bubble)),
             ("bubble, share of the step", f"{100 * timeline.bubble_share:.1f} %", ""),
             ("peak stash, stage activations", peak, formula(form and form.peak_stash)),
@@ -267,34 +267,37 @@ def formula(term: tuple[str, Real | None] | None) -> str:
     if term is None or term[1] is None:
         return "-"
     text, value = term
-    return text if text == str(value) else f"{text} = {draw.short_number(value)}"
+    return text if text == str(value) else f"{text} = {short_number(value)}"
 
 
 def spread(values: tuple[Real, ...]) -> str:
     """Return one number, or the range over the workers."""
-    low, high = draw.short_number(min(values)), draw.short_number(max(values))
+    low, high = short_number(min(values)), short_number(max(values))
     return low if low == high else f"{low} to {high}"
 
 
 def workers(timeline: Timeline) -> str:
     """Return a table with a line for each worker."""
-    number = draw.short_number
     columns = (
-        map(number, timeline.busy),
+        map(short_number, timeline.busy),
         (f"{100 * share:.1f} %" for share in timeline.busy_share),
-        map(number, timeline.global_bubble),
-        map(number, timeline.span_bubble),
-        map(number, timeline.peak_stash),
-        map(number, timeline.messages),
+        map(short_number, timeline.global_bubble),
+        map(short_number, timeline.span_bubble),
+        map(short_number, timeline.peak_stash),
+        map(short_number, timeline.messages),
     )
-    head = ("worker", "busy", "share", "idle", "idle between its passes", "peak stash", "sends")
-    return table([head, *((worker, *row) for worker, row in enumerate(zip(*columns, strict=True)))])
+    return table(
+        [
+            ("worker", "busy", "share", "idle", "idle between its passes", "peak stash", "sends"),
+            *((worker, *row) for worker, row in enumerate(zip(*columns, strict=True))),
+        ]
+    )
 
 
 def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
     """Return all schedules for one p and m: what each costs and saves, or why it is unusable."""
     rows = [("schedule", "stages", "step", "bubble", "against naive", "peak stash", "messages")]
-    notes, slowest, number = [], None, draw.short_number
+    notes, slowest = [], None
     for name in SCHEDULES:
         own = chunks if FAMILIES[name].looped else None
         if found := schedule_problems(name, p, m, own):
@@ -308,11 +311,11 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
             (
                 name,
                 schedule.num_stages,
-                number(timeline.makespan),
+                short_number(timeline.makespan),
                 f"{100 * timeline.bubble_share:.1f} %",
                 f"{float(slowest / timeline.makespan):.2f} x",
-                number(Fraction(max(timeline.peak_stash), v)),
-                number(sum(timeline.messages)),
+                short_number(Fraction(max(timeline.peak_stash), v)),
+                short_number(sum(timeline.messages)),
             )
         )
     if len(rows) == 1:
@@ -321,8 +324,8 @@ def compare_schedules(p: int, m: int, chunks: int | None, costs: Costs) -> str:
         f"{counted(p, 'worker')}, {counted(m, 'microbatch')}; a worker's layers take"
         f" {cost_words(costs)}\n{PROVED}"
     )
-    foot = "peak stash: microbatches of a worker's layers"
-    return "\n\n".join([head, table(rows), "\n".join([foot, *notes])])
+    foot = "\n".join(["peak stash: microbatches of a worker's layers", *notes])
+    return f"{head}\n\n{table(rows)}\n\n{foot}"
 
 
 def as_dict(timeline: Timeline, form: ClosedForm | None) -> dict:
@@ -361,15 +364,14 @@ def write_explorer(args: Arguments, costs: Costs) -> None:
         own = f"{harmless(schedule.name)}, {schedule.pp_size} workers"
     p, m = schedule.pp_size, schedule.num_microbatches
     chunks, orders = schedule.num_stages // p, explorer.known_orders()
-    is_known = not (args.from_run or args.from_csv)
-    is_known = is_known and f"{schedule.name} {p} {m} {chunks}" in orders
+    has_own = args.from_run or args.from_csv or f"{schedule.name} {p} {m} {chunks}" not in orders
     second = SECOND if schedule.name != SECOND else FIRST
     numbers = {"f": costs.f, "i": costs.i, "w": costs.w, "hop": costs.latency}
     data = {
         "title": title,
         "unit": unit,
         "start": {
-            "first": schedule.name if is_known else "own",
+            "first": "own" if has_own else schedule.name,
             "second": "measured" if measured else second if f"{second} {p} {m} 1" in orders else "",
             "p": p,
             "m": m,
@@ -379,7 +381,7 @@ def write_explorer(args: Arguments, costs: Costs) -> None:
             **{name: float(f"{float(value):.4g}") for name, value in numbers.items()},
         },
         "measured": measured,
-        "own": None if is_known else {"title": own, "schedule": explorer.schedule_facts(schedule)},
+        "own": {"title": own, "schedule": explorer.schedule_facts(schedule)} if has_own else None,
     }
     output.write_text(Path(args.html), explorer.build(data, orders))
     print(f"{harmless(args.html)}: open it in a browser")

@@ -66,14 +66,18 @@ def show(analysis: Analysis) -> None:
     step, window = median_step(trace)
     print(f"\nstep {step}:")
     print(timeline(trace, analysis.segments, WIDTH, window))
-    rows = [("efficiency", "value", "what it says")]
-    rows += [(name, f"{value:6.1%}", what) for name, value, what in analysis.efficiencies]
-    print("\n" + table(rows, left=3))
+    rows = [(name, f"{value:6.1%}", what) for name, value, what in analysis.efficiencies]
+    print("\n" + table([("efficiency", "value", "what it says"), *rows], left=3))
     if analysis.findings:
         print("\nfindings:")
     for finding in analysis.findings:
-        text = f"- {finding.kind} (about {finding.lost_ms:.1f} ms per step): {finding.text}"
-        print(textwrap.fill(text, WIDTH, subsequent_indent="  "))
+        print(
+            textwrap.fill(
+                f"- {finding.kind} (about {finding.lost_ms:.1f} ms per step): {finding.text}",
+                WIDTH,
+                subsequent_indent="  ",
+            )
+        )
     print("\nwhere the time went, ms per step:")
     print(table(rank_cells(analysis), left=2))
     if analysis.waits.events:
