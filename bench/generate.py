@@ -67,7 +67,7 @@ class OurSide:
     def __init__(self, preset, kernels="numpy"):
         self.config, _ = resolve(build({"preset": preset, "optimizer": "sgd"}), 1)
         ops = make("cpu", "float32", kernels=kernels)
-        self.worker = worker_of(self.config, OneRank("none is needed"), ops)
+        self.worker = worker_of(self.config, OneRank(), ops)
 
     def run(self, prompts, new_tokens) -> list[list[int]]:
         """Return all tokens of each row."""

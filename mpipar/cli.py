@@ -34,32 +34,22 @@ COMMANDS = {  # each is the COMMAND of the module mpipar.commands.NAME
     "net": "measure the interconnect: latency, bandwidth, collectives, and who is slow",
     "doctor": "show MPI, launcher, ranks, hosts, cores, threads and GPUs",
 }
-USAGE = """\
-usage: mpipar COMMAND [flags]
-       mpiexec -n RANKS mpipar COMMAND [flags]
-"""
-
-
-def exit_codes() -> str:
-    """Return the table that every --help ends with."""
-    codes = errors.EXIT_CODES.items()
-    return "\n".join(["exit codes:", *(f"  {code:>3}  {meaning}" for code, meaning in codes)])
-
-
-def overview() -> str:
-    """Return what `mpipar` and `mpipar --help` print."""
-    commands = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            USAGE,
-            "commands:",
-            *commands,
-            "",
-            "mpipar COMMAND --help lists the flags of a command.",
-            "",
-            exit_codes(),
-        ]
-    )
+EXIT_CODES = "\n".join(  # every --help ends with them
+    ["exit codes:", *(f"  {code:>3}  {meaning}" for code, meaning in errors.EXIT_CODES.items())]
+)
+OVERVIEW = "\n".join(
+    [
+        "usage: mpipar COMMAND [flags]",
+        "       mpiexec -n RANKS mpipar COMMAND [flags]",
+        "",
+        "commands:",
+        *(f"  {name:<10}{text}" for name, text in COMMANDS.items()),
+        "",
+        "mpipar COMMAND --help lists the flags of a command.",
+        "",
+        EXIT_CODES,
+    ]
+)
 
 
 def command_of(name: str) -> Command:
@@ -82,10 +72,9 @@ def command_parser(name: str, every: bool = False) -> settings.Parser:
         prog=f"mpipar {name}",
         usage=f"mpipar {name} {command.usage}",
         description=COMMANDS[name],
-        epilog="\n".join(filter(None, [command.examples, exit_codes()])),
+        epilog="\n".join(filter(None, [command.examples, EXIT_CODES])),
     )
-    own = dataclasses.fields(command.arguments)
-    for field in own:
+    for field in dataclasses.fields(command.arguments):
         is_hidden = field.metadata["rare"] and not every
         settings.add_field(parser, field, **({"help": argparse.SUPPRESS} if is_hidden else {}))
     if command.fields and settings.add_flags(parser, command.fields, every, command.help_of):
@@ -116,7 +105,8 @@ def main(argv: list[str], session: Session) -> int:
     """Run one command; return its exit code. Raises UserError for what the user can fix."""
     name, *words = argv or ["help"]
     if name in ("-h", "--help", "help", "--version"):
-        _print_once(session, f"mpipar {__version__}" if name == "--version" else overview())
+        if session.launcher.rank == 0:
+            print(f"mpipar {__version__}" if name == "--version" else OVERVIEW)
         return errors.EXIT_OK
     command = command_of(name)
     if not command.needs_mpi and session.launcher.rank > 0:
@@ -131,16 +121,18 @@ def main(argv: list[str], session: Session) -> int:
     if command.needs_mpi and command.fields:
         run = context.parsed.config.run  # problems with its values are reported later
         session.watch.warn, session.watch.stop = run.hang_warn, run.hang_stop
-        kernels = {environment.CORETYPE: str(os.environ.get(environment.CORETYPE))}
-        session.facts |= facts_of(context) | kernels
+        session.facts |= facts_of(context)
     return command.run(context)
 
 
 def facts_of(context: Context) -> dict[str, str]:
-    """Return a command's flags as facts, which must be identical on all ranks."""
+    """Return a command's flags and kernels as facts, which must be identical on all ranks."""
     parsed = context.parsed
     found = {flag(name): value for name, value in in_force(parsed.config).items()}
-    found |= vars(context.args) | {"--layout": AUTO if parsed.chooses_layout else None}
+    found |= vars(context.args) | {
+        "--layout": AUTO if parsed.chooses_layout else None,
+        environment.CORETYPE: os.environ.get(environment.CORETYPE),
+    }
     if parsed.problems:
         found[consistency.REFUSED] = "; ".join(parsed.problems)
     return {name: "not given" if value is None else str(value) for name, value in found.items()}
@@ -156,12 +148,6 @@ def _print_config(context: Context) -> int:
     config, notes = resolve(parsed, session.launcher.size)
     if parsed.chooses_layout:
         notes.append("--layout auto: training chooses; this is the layout without it")
-    _print_once(
-        session, "".join(f"# {note}\n" for note in notes) + settings.to_toml(config).rstrip()
-    )
-    return errors.EXIT_OK
-
-
-def _print_once(session: Session, text: str) -> None:
     if session.launcher.rank == 0:
-        print(text)
+        print("".join(f"# {note}\n" for note in notes) + settings.to_toml(config).rstrip())
+    return errors.EXIT_OK

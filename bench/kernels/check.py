@@ -147,7 +147,7 @@ def check(words: list[str], dtype: str, found: dict[str, dict]) -> None:
         config = replace(config, run=replace(config.run, loss_scale=SCALE))
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 9000)
     ops = Checked(make("cuda", dtype), found)
-    Trained(config, OneRank("none is needed"), Recorder(), tokens.astype(np.uint16), ops).step(1)
+    Trained(config, OneRank(), Recorder(), tokens.astype(np.uint16), ops).step(1)
 
 
 def measure(args: Any, session: Any) -> Outcome:

@@ -163,7 +163,7 @@ def measure(args: Any, session: Any) -> Outcome:
     pool.free_all_blocks()
     ops = EventOps(make_for(config.run))
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 1 << 18)
-    trained = Trained(config, OneRank("none is needed"), Recorder(), tokens.astype(np.uint16), ops)
+    trained = Trained(config, OneRank(), Recorder(), tokens.astype(np.uint16), ops)
     losses = [trained.step(step).loss for step in range(1, WARM_UP + 1)]
     ops.synchronize()
     whole = [

@@ -143,7 +143,7 @@ def made(args, start, how: dict):
     from mpipar.run.process.mpi import OneRank
 
     config = configure(args, {}, 1)
-    ours = worker_of(config, OneRank("none is needed"), make("cpu", "float32"))
+    ours = worker_of(config, OneRank(), make("cpu", "float32"))
     return TorchDecoder(
         config,
         part_of(rows_of(args), start.rank, start.ranks),

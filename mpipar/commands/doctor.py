@@ -7,7 +7,6 @@ import math
 import os
 import platform
 from dataclasses import dataclass
-from importlib import import_module
 
 from mpipar.comm.objects import gather_objects
 from mpipar.commands.command import Command, Context
@@ -31,8 +30,8 @@ def run(context: Context) -> int:
 
     Comm: that of the self-test, and one gather over the world.
     """
-    import_module("numpy")  # with its BLAS library, which `rank_facts` looks for
-    from mpipar.interconnect.hosts import free_bytes  # late: they load NumPy
+    # late: they load NumPy, and with it the BLAS library that `rank_facts` looks for
+    from mpipar.interconnect.hosts import free_bytes
     from mpipar.run.console.tables import table
 
     session = context.session
@@ -87,13 +86,12 @@ def own_device(host_rank: int) -> dict:
 
 def job_lines(session, facts: list[dict]) -> list[str]:
     """Return the lines about the whole job."""
-    hosts = {fact["host"] for fact in facts}
     versions = ", ".join(f"{name} {session.facts[name]}" for name in consistency.PROGRAMS)
     rows = [
         ("versions", versions),
         ("MPI library", mpi.library_name(session.world)),
         ("launcher", session.launcher.name or "none (one process)"),
-        ("ranks", f"{len(facts)} on {len(hosts)} host(s)"),
+        ("ranks", f"{len(facts)} on {len({fact['host'] for fact in facts})} host(s)"),
         *([] if isinstance(session.world, mpi.OneRank) else library_rows(facts)),
         ("BLAS", ", ".join(facts[0]["blas"]) or "not seen"),
         ("BLAS threads", f"{facts[0]['threads']} per rank"),
@@ -110,15 +108,12 @@ def library_rows(facts: list[dict]) -> list[tuple[str, str]]:
 
     wrong = list(dict.fromkeys(words for fact in facts for words in fact["wrong"]))
     text = f"{', '.join(wrong)} wrong" if wrong else "all results right"
-    if wrong == [self_test.UNUSED]:
-        text += ", which mpipar does not use; its own reductions are right"
     if facts[0]["long"] is not None:
         long = next(filter(None, (fact["long"] for fact in facts)), "")
         text += f"; {long or 'a message beyond 2^31 bytes arrives'}"
-    threads = "multiple" if MPI.Query_thread() == MPI.THREAD_MULTIPLE else "not multiple"
     return [
         ("MPI standard", ".".join(map(str, MPI.Get_version()))),
-        ("thread level", threads),
+        ("thread level", "not " * (MPI.Query_thread() < MPI.THREAD_MULTIPLE) + "multiple"),
         ("GPU-aware MPI", "{} ({})".format(*gpu_awareness())),
         ("MPI self-test", text),
     ]

@@ -104,8 +104,7 @@ def alone(*words, cwd="."):
         contextlib.redirect_stderr(err),
         pytest.MonkeyPatch.context() as patched,
     ):
-        patched.setattr(mpi, "start", lambda launcher: OneRank("this is a test"))
-        patched.setattr(job_session, "warn", lambda text: None)
+        patched.setattr(mpi, "start", lambda launcher: OneRank())
         patched.setattr(sys, "argv", ["mpipar", *words])
         try:
             code = job_session._run(cli.main, list(words), session)

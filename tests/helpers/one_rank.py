@@ -22,7 +22,7 @@ from mpipar.train.worker import Worker
 SESSION = types.SimpleNamespace(
     start=lambda: SESSION.world,
     host_rank=0,
-    world=OneRank("none is needed"),
+    world=OneRank(),
     agree=lambda function: function(),
 )
 

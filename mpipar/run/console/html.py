@@ -20,14 +20,12 @@ def build(folder: Traversable, scripts: tuple[str, ...], data: dict, **more: str
     such as [[ORDERS]].
     """
     base = files("mpipar.run.console") / "page"
-    style = [base / "base.css", folder / "page.css"]
-    script = [base / "base.js", *(folder / name for name in scripts)]
     # A "<" could close the script element that holds the data, or open a comment in it.
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     texts = {
         "TITLE": escape(harmless(data["title"])),
-        "STYLE": joined(style),
-        "SCRIPT": joined(script),
+        "STYLE": joined([base / "base.css", folder / "page.css"]),
+        "SCRIPT": joined([base / "base.js", *(folder / name for name in scripts)]),
         "DATA": numbers,
         **more,
     }

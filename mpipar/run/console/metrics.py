@@ -59,9 +59,11 @@ class Metrics:
         if not self.steps:
             return []
         stacked = gather_numbers(mpi_inner, np.array(self.numbers))  # (ranks, steps, numbers)
-        objects = []
-        if stacked is not None:
-            objects = [self._object(step, stacked[:, i]) for i, step in enumerate(self.steps)]
+        objects = (
+            []
+            if stacked is None
+            else [self._object(step, stacked[:, i]) for i, step in enumerate(self.steps)]
+        )
         for file in self.files:
             for line in objects:
                 file.add(line)

@@ -223,11 +223,10 @@ class Events:
     def __init__(self, run_folder: Path, first_step: int):
         self.writer = None
         with self._failures_are_said():
-            from tensorboard.compat.proto.event_pb2 import SessionLog
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
             self.writer = EventFileWriter(str(no_links.folder(run_folder, EVENTS, make=True)))
-            self._event(first_step, session_log=SessionLog(status=SessionLog.START))
+            self._event(first_step, session_log={"status": "START"})
 
     @contextmanager
     def _failures_are_said(self):
@@ -245,12 +244,10 @@ class Events:
     def add(self, line: dict) -> None:
         """Add the numbers of a line of metrics.jsonl or evaluations.jsonl."""
         if self.writer is not None:
-            from tensorboard.compat.proto.summary_pb2 import Summary
-
             known = {tag: line[name] for name, tag in TAGS.items() if line.get(name) is not None}
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in known.items()]
+            values = [{"tag": tag, "simple_value": value} for tag, value in known.items()]
             with self._failures_are_said():
-                self._event(line["step"], summary=Summary(value=values))
+                self._event(line["step"], summary={"value": values})
                 self.writer.flush()
 
     def close(self) -> None:

@@ -67,11 +67,10 @@ def table_with_words(rows: list[tuple], left: int = 1) -> str:
 
 def nbytes(count: float) -> str:
     """Return bytes as text in KiB, MiB or GiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"
 
 
 def short_count(count: float) -> str:
@@ -160,18 +159,20 @@ def holdings(facts: list[dict]) -> str:
 
 def holding_rows(facts: list[dict]) -> list[tuple]:
     """Return the cells of `holdings`, column names first; hosts only if they are known."""
-    rows = [("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak")]
-    rows += [
-        (
-            fact["rank"],
-            fact["host"],
-            fact["place"],
-            "; ".join(fact["stages"]),
-            fact["share"],
-            short_count(fact["params"]),
-            nbytes(sum(fact["memory"].values())),
-        )
-        for fact in facts
+    rows = [
+        ("rank", "host", "place", "stage: layers", "share", "parameters", "predicted peak"),
+        *(
+            (
+                fact["rank"],
+                fact["host"],
+                fact["place"],
+                "; ".join(fact["stages"]),
+                fact["share"],
+                short_count(fact["params"]),
+                nbytes(sum(fact["memory"].values())),
+            )
+            for fact in facts
+        ),
     ]
     if all(fact["host"] is None for fact in facts):
         rows = [(row[0], *row[2:]) for row in rows]
@@ -180,17 +181,19 @@ def holding_rows(facts: list[dict]) -> list[tuple]:
 
 def measured_memory(facts: list[dict]) -> str:
     """Return predicted and measured bytes per rank: of arrays, and of the process."""
-    rows = [("rank", "predicted peak", "measured peak", "ratio", "whole process")]
-    rows += [
-        (
-            fact["rank"],
-            nbytes(predicted),
-            nbytes(fact["measured"]),
-            f"{fact['measured'] / predicted:.2f}",
-            nbytes(fact["process"]),
-        )
-        for fact in facts
-        for predicted in [sum(fact["memory"].values())]
+    rows = [
+        ("rank", "predicted peak", "measured peak", "ratio", "whole process"),
+        *(
+            (
+                fact["rank"],
+                nbytes(predicted),
+                nbytes(fact["measured"]),
+                f"{fact['measured'] / predicted:.2f}",
+                nbytes(fact["process"]),
+            )
+            for fact in facts
+            for predicted in [sum(fact["memory"].values())]
+        ),
     ]
     return table(rows)
 

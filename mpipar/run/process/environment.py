@@ -43,8 +43,7 @@ KERNELS = {
     "Haswell": ("avx2", "fma"),
 }
 CPUINFO = Path("/proc/cpuinfo")
-COMPARED = (*THREAD_VARIABLES, CORETYPE)
-COMPARED_PREFIXES = ("MPIR_CVAR_", "OMPI_MCA_")
+COMPARED = (*THREAD_VARIABLES, CORETYPE, "MPIR_CVAR_", "OMPI_MCA_")  # names, or how they begin
 # Open MPI's launcher gives each rank and host other values of these.
 OF_LAUNCHER = tuple(
     f"OMPI_MCA_{word}" for word in ("orte_", "ess_", "pmix", "prte_", "initial_", "mpi_built")
@@ -81,9 +80,7 @@ def chosen_by_user(environ: Mapping[str, str], chosen: Collection[str]) -> dict[
     return {
         name: value
         for name, value in environ.items()
-        if (name in COMPARED or name.startswith(COMPARED_PREFIXES))
-        and not name.startswith(OF_LAUNCHER)
-        and name not in chosen
+        if name.startswith(COMPARED) and not name.startswith(OF_LAUNCHER) and name not in chosen
     }
 
 
@@ -95,18 +92,14 @@ def presets(environ: Mapping[str, str], num_cores: int) -> dict[str, str]:
     empty one is no choice: job scripts export it where SLURM_CPUS_PER_TASK is not set.
     """
     launcher = read_launcher(environ)
-    local_size = launcher.local_size
-    threads = max(1, num_cores // local_size)
+    threads = max(1, num_cores // launcher.local_size)
     bound = environ.get("SLURM_CPUS_PER_TASK", "")
     if launcher.name == "srun" and bound.isdecimal():
         threads = min(num_cores, int(bound))  # srun gives each task its own cores
-    chosen = {name: value for name, value in QUIET_VARIABLES.items() if name not in environ}
+    defaults = QUIET_VARIABLES | (YIELD_VARIABLES if launcher.local_size > num_cores else {})
+    chosen = {name: value for name, value in defaults.items() if name not in environ}
     if not any(re.match(r"\s*[1-9]", environ.get(name, "")) for name in THREAD_VARIABLES):
         chosen.update(dict.fromkeys(THREAD_VARIABLES, str(threads)))
-    if local_size > num_cores:
-        chosen.update(
-            {name: value for name, value in YIELD_VARIABLES.items() if name not in environ}
-        )
     return chosen
 
 

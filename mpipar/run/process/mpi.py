@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from collections.abc import Collection, Mapping, MutableMapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from mpipar.cache import cache_folder
@@ -22,6 +21,7 @@ from mpipar.comm.launcher import MPICH, OPEN_MPI, Launcher, check_alone, check_l
 from mpipar.comm.objects import all_gather_objects
 from mpipar.errors import EnvironmentProblem
 from mpipar.run.process import consistency
+from mpipar.run.process.streams import warn
 
 MAPS = Path("/proc/self/maps")
 LIBRARY = "MPI4PY_LIBMPI"  # if set, mpi4py loads exactly this library
@@ -30,16 +30,10 @@ NAMES = {MPICH: "libmpi.so.12", OPEN_MPI: "libmpi.so.40"}
 DEBIAN_MPICH = "libmpich.so.12"  # also Ubuntu's
 
 
-@dataclass(frozen=True)
 class OneRank:
-    """The world of a process that runs alone, where no MPI library can be loaded; it sends nothing.
+    """The world of a process that runs alone, as without an MPI library; it sends nothing."""
 
-    why: what kept MPI from being loaded.
-    """
-
-    why: str
-    rank: int = 0
-    size: int = 1
+    rank, size = 0, 1
 
     def Barrier(self) -> None:
         """Return at once, for programs of bench/."""
@@ -56,7 +50,8 @@ def start(launcher: Launcher):
     except EnvironmentProblem as problem:
         if launcher.size > 1:
             raise
-        return OneRank(str(problem))
+        warn(f"{problem}; continuing as rank 0 of 1")
+        return OneRank()
     check_library(launcher, MPI.Get_library_version())
     initialize(MPI)
     check_alone(launcher, MPI.COMM_WORLD.Get_size(), MPI.Get_library_version())
@@ -68,8 +63,7 @@ def load():
     try:
         import mpi4py
 
-        mpi4py.rc.initialize = False
-        mpi4py.rc.finalize = False
+        mpi4py.rc(initialize=False, finalize=False)
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         named = [f"{name}={os.environ[name]}" for name in (LIBRARY, ABI) if os.environ.get(name)]
@@ -173,11 +167,10 @@ def initialize(MPI) -> None:
 
 def finalize(world) -> None:
     """Call MPI_Finalize while other threads run. Comm: with all ranks of the job."""
-    if isinstance(world, OneRank):
-        return
-    from mpi4py import MPI
+    if not isinstance(world, OneRank):
+        from mpi4py import MPI
 
-    ctypes.CDLL(MPI.__file__).MPI_Finalize()
+        ctypes.CDLL(MPI.__file__).MPI_Finalize()
 
 
 def host_ranks(communicator):

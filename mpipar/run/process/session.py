@@ -32,7 +32,7 @@ from mpipar.run.process import consistency, failure, lock, mpi
 from mpipar.run.process.environment import chosen_by_user, keep_heap, limit_problems, presets
 from mpipar.run.process.self_test import check_reductions
 from mpipar.run.process.signals import Interruptible, later, listen
-from mpipar.run.process.streams import open_closed, warn
+from mpipar.run.process.streams import open_closed
 from mpipar.run.process.watchdog import HANG, Watchdog
 
 STARTING = (
@@ -42,11 +42,10 @@ ABORT_SECONDS = 2.0  # how long one rank's abort may take before the others stop
 
 
 class AgreedError(Exception):
-    """All ranks leave with this code, and one has printed the reason; only guard() catches it."""
+    """All ranks leave with the code in its argument, and one has printed the reason.
 
-    def __init__(self, exit_code: int):
-        self.exit_code = exit_code
-        super().__init__(f"all ranks leave with exit code {exit_code}")
+    Only guard() catches it.
+    """
 
 
 class Session(Interruptible):
@@ -95,15 +94,12 @@ class Session(Interruptible):
         self.world = mpi.start(self.launcher)
         self.starting = False
         mpi.check_same(self.world, chosen_by_user(os.environ, self.presets))
-        if isinstance(self.world, mpi.OneRank):
-            warn(f"{self.world.why}; continuing as rank 0 of 1")
         # a private communicator: agree() and finish() must never match the command's messages
         self._private = self.world.Dup() if self.world.size > 1 else self.world
         self._token = broadcast_text(self._private, os.urandom(8).hex())
         self.host_ranks, self._host = mpi.host_ranks(self._private)
         self.host_rank = self.host_ranks.index(self.world.rank)
-        if self.host_rank == 0:
-            mpi.forget_shared_memory()
+        mpi.forget_shared_memory()
         self.compare(self.facts)
         self.agree(lambda: check_reductions(self._private, mpi.library_name(self.world)))
         return self.world
@@ -282,7 +278,7 @@ def _run(main: Callable, argv: list[str], session: Session) -> int:
         try:
             exit_code = _main(main, argv, session)
         except AgreedError as agreed:
-            exit_code = agreed.exit_code
+            [exit_code] = agreed.args
         except SystemExit as leaving:
             if session.world is not None:
                 raise

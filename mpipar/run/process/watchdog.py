@@ -65,9 +65,8 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start the thread; the limits must be set by then."""
-        if self.warn or self.stop:
-            self._thread.start()
+        """Start the thread."""
+        self._thread.start()
 
     def end(self) -> None:
         """End the thread: MPI has ended."""
@@ -163,9 +162,9 @@ def marker(recorder):
     Outside a training step, for example while weights are read, it also changes with every move of
     the main thread.
     """
-    where = recorder.step, recorder.phase, recorder.mb
     moves = () if recorder.phase in STEP else position()
-    return where, recorder.newest(), moves  # not their number, which stays the same in a full ring
+    # the newest, not their number, which stays the same in a full ring
+    return recorder.step, recorder.phase, recorder.mb, recorder.newest(), moves
 
 
 def position() -> tuple:
@@ -191,8 +190,10 @@ def state_of(recorder=None, comms=None, where: str = "") -> dict:
     here = next((frame for frame in stack if not frame.startswith(INSIDE)), "?")
     at, barrier, ranks, record = where or "start", "", [], None
     if recorder is not None:
-        place_in_step = recorder.step, recorder.phase, recorder.stage, recorder.mb
-        at = "step {}, phase {}, stage {}, mb {}".format(*place_in_step)
+        at = (
+            f"step {recorder.step}, phase {recorder.phase},"
+            f" stage {recorder.stage}, mb {recorder.mb}"
+        )
         waiting = (one for one in reversed(recorder.records) if one.waited_ns and not one.done_ns)
         record = next(waiting, None)
     if record is None:

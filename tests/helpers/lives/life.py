@@ -440,6 +440,6 @@ def run_inside(comm, *words: object) -> tuple[int, str]:
         try:
             code = cli.main([str(word) for word in words], session)
         except AgreedError as agreed:
-            code = agreed.exit_code
+            [code] = agreed.args
         code = session.finish(code)
     return code, text.getvalue()
