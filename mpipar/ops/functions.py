@@ -11,7 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.signature import DIGITS, Function, answer, shape_of
+from mpipar.ops.signature import Function
 
 DECLARED: dict[str, Function] = {
     name: method.function
@@ -66,7 +66,19 @@ def by_kernel(name: str) -> Callable[..., Any]:
     """
     function = FUNCTIONS[name]
     names, letters = [part.name for part in function.takes], function.takes[0].dims or ()
-    made = [(part.dims or (), part.kind) for part in function.makes]
+    # (kind, whether it has the shape of the first argument, sizes besides the leading ones: a
+    # number, or which dimension of the first argument)
+    made = [
+        (
+            part.kind,
+            part.dims == letters,
+            [
+                int(letter) if letter.isdigit() else letters.index(letter) - len(letters)
+                for letter in (part.dims or ())[1:]
+            ],
+        )
+        for part in function.makes
+    ]
     inner = [
         len(part.dims or ()) - 1 if part.by_row else None
         for part in (*function.takes, *function.makes)
@@ -78,13 +90,16 @@ def by_kernel(name: str) -> Callable[..., Any]:
             given = function.bind(arguments, named)
             arguments = tuple([given.get(one) for one in names])
         x = arguments[0]
-        at = len(x.shape) - len(letters) + 1
-        sizes = DIGITS | dict(zip(letters, (x.shape[:at], *x.shape[at:]), strict=True))
+        shape = x.shape
+        rows = shape[: len(shape) - len(letters) + 1]
         results = [
-            self.xp.empty(shape_of(dims, sizes), self.dtype if kind else x.dtype)
-            for dims, kind in made
+            self.xp.empty(
+                shape if same else (*rows, *[one if one > 0 else shape[one] for one in own]),
+                self.dtype if kind else x.dtype,
+            )
+            for kind, same, own in made
         ]
         self._run(function, arguments, results, inner)
-        return answer(results)
+        return tuple(results) if len(results) > 1 else results[0] if results else None
 
     return method

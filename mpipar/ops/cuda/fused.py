@@ -162,18 +162,25 @@ class FusedOps(AttentionOps):
     ) -> None:
         """Start the kernel of a function; it adds to arrays that the function writes to."""
         file, kernel, start = self._chains[function.name]
-        walked = results[0] if function.name.endswith("forward") else arguments[0]
-        reads: list[Any] = []
-        writes = [*results]
-        for part, x in zip(function.takes, arguments, strict=True):
-            if part.written:
-                assert x.dtype == np.float32, (function.name, x.dtype)
-                writes.append(self._in_place(x))
-            else:
-                value = NULL if x is None else float(x) if part.dims is None else self._whole(x)
-                reads.append(value)
-        assert all(x.dtype == walked.dtype for x in reads[:2]), (function.name, walked.dtype)
-        start(self, file, by_type(kernel, walked.dtype.name), walked, reads, writes)
+        walked = results[0] if function.name == "swiglu_forward" else arguments[0]
+        parts = function.takes
+        reads: list[Any] = [
+            NULL
+            if x is None
+            else float(x)
+            if part.dims is None
+            else x
+            if x.flags.c_contiguous
+            else self._whole(x)
+            for part, x in zip(parts, arguments, strict=True)
+            if not part.written
+        ]
+        added = [x for part, x in zip(parts, arguments, strict=True) if part.written]
+        for x in added:
+            assert x.dtype == np.float32, (function.name, x.dtype)
+            self._in_place(x)
+        assert {x.dtype for x in reads[:2]} == {walked.dtype}, (function.name, walked.dtype)
+        start(self, file, by_type(kernel, walked.dtype.name), walked, reads, [*results, *added])
 
     def bias_backward_weight(self, dy: Array, db: Array) -> None:
         """Add the sum of dy (..., D) over its rows to db (D,)."""
