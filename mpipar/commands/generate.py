@@ -1,7 +1,6 @@
 """`mpipar generate RUN --prompt TEXT`: its flags; see `generation` for the work itself."""
 
 from dataclasses import dataclass
-from importlib import import_module
 
 from mpipar.commands.command import Command, Context
 from mpipar.config.run import TEMPERATURE
@@ -39,7 +38,8 @@ class Arguments:
 
 def run(context: Context) -> int:
     """Continue texts. Comm: that of `generation.run`."""
-    generation = import_module("mpipar.run.generation")  # late: it loads NumPy
+    from mpipar.run import generation  # late: it loads NumPy
+
     return generation.run(context.session, context.parsed, context.args)
 
 

@@ -62,8 +62,9 @@ def run(context: Context) -> int:
 
         with memory_limit(config, training.inputs.ops):
             training.allocate()
-            follow = session.watch.follow_records
-            with follow(training.recorder, training.worker.comms, training.written_bytes):
+            with session.watch.follow_records(
+                training.recorder, training.worker.comms, training.written_bytes
+            ):
                 with session.stop_on_request():
                     try:
                         training.loop()

@@ -18,7 +18,7 @@ from mpipar.run.checkpoint.formats import is_step
 from mpipar.run.checkpoint.manifest import NAME, committed_steps
 from mpipar.run.checkpoint.weight_files import instead_of_weights, weight_paths
 from mpipar.run.checkpoint.weights import write_tokenizer_files
-from mpipar.run.console.metrics import lines_of, read_lines
+from mpipar.run.console.metrics import lines_of
 from mpipar.run.files import no_links
 from mpipar.run.files.bounded import built, parse_json, problems_as, read_text, recognize
 from mpipar.run.files.no_links import replace_file, set_aside
@@ -96,12 +96,8 @@ def open_run_folder(start, config, session, sources: Sources, beside: Mapping[st
 
 def _content(folder: Path) -> list[str]:
     """Return the names in a folder, except those of a start that ended before config.toml."""
-    begun = (SOURCES, f"{SOURCES}.partial", f"{CONFIG}.partial")
-    return [
-        path.name
-        for path in folder.iterdir()
-        if path.name not in begun and path.name not in (lock.NAME, lock.NEXT)
-    ]
+    begun = (SOURCES, f"{SOURCES}.partial", f"{CONFIG}.partial", lock.NAME, lock.NEXT)
+    return [path.name for path in folder.iterdir() if path.name not in begun]
 
 
 def read_sources(folder: Path) -> Sources:
@@ -131,13 +127,14 @@ def truncate_after(folder: Path, step: int) -> list[str]:
     notes = []
     with said(folder, "the run can't resume here"):
         for name in filter(lambda name: os.path.lexists(folder / name), (METRICS, EVALUATIONS)):
-            _, damaged = read_lines(folder, name)
-            lines = lines_of(folder, name)
-            whole = (line for line, value in lines if value and value["step"] <= step)
+            lines = [*lines_of(folder, name)]
+            whole = [line for line, value in lines if value and value["step"] <= step]
             replace_file(name, whole, root=folder)
-            if damaged:
-                removed = f"{counted(damaged, 'damaged line')} removed"
-                notes.append(f"WARNING: {folder / name}: {removed}; the run continues")
+            if damaged := sum(value is None for _, value in lines):
+                notes.append(
+                    f"WARNING: {folder / name}: {counted(damaged, 'damaged line')} removed; the run"
+                    " continues"
+                )
         for name in (CSV, REPORT):
             no_links.remove(folder, name)
         for number, path in committed_steps(folder / CHECKPOINTS):
@@ -149,8 +146,7 @@ def truncate_after(folder: Path, step: int) -> list[str]:
 def finished_step(folder: Path) -> int:
     """Return the step with which the run in this folder has ended; 0 if it has not."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        step = parse_json(read_text(RESULT, root=folder))["step"]
-        return step if type(step) is int else 0
+        return built(int, parse_json(read_text(RESULT, root=folder))["step"], "step")
     return 0
 
 
@@ -222,9 +218,11 @@ def find_source(path: str, where: str) -> str:
     )
 
 
-def tokenizer_folder(folder: str) -> Path:
-    """Return the folder with the tokenizer of these weights or of this checkpoint."""
-    return Path(folder).parent.parent / WEIGHTS if is_step(folder) else Path(folder)
+def tokenizer_folder(folder: str | None) -> Path | None:
+    """Return the folder with the tokenizer of these weights or this checkpoint, None without."""
+    if folder and is_step(folder):
+        return Path(folder).parent.parent / WEIGHTS
+    return Path(folder) if folder else None
 
 
 def source_files(folder: str) -> list[Path]:

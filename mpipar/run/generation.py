@@ -135,11 +135,6 @@ class Group:
         self.length, self.fresh = self.length + 1, 1
         return grown
 
-    @property
-    def is_active(self) -> bool:
-        """Whether any replica's text here has not ended; the same on all replicas."""
-        return not all(text.end for text in self.texts)
-
 
 def deal(worker, texts) -> dict[int, Group]:
     """Return {microbatch: Group}: equally many rows for all replicas, padded with the last text."""
@@ -170,7 +165,10 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
     groups = deal(worker, going) if going else {}
     speaks = worker.comms["tp"].index == worker.comms["cp"].index == 0
     places = {text: place for place, text in enumerate(going)}
-    while groups := {mb: group for mb, group in groups.items() if group.is_active}:
+    # Whether a group is at work is the same on all replicas.
+    while groups := {
+        mb: group for mb, group in groups.items() if not all(text.end for text in group.texts)
+    }:
         caches = {key: cache for group in groups.values() for key, cache in group.caches.items()}
         batches = {mb: group.batch() for mb, group in groups.items()}
         outputs = worker.forward(groups, batches.__getitem__, caches)
@@ -207,11 +205,9 @@ def best(worker, logits, count: int) -> np.ndarray:
     ops, loss = worker.ops, worker.stages[worker.schedule.num_stages - 1].loss
     offers = ops.top_forward(logits, loss.start, loss.vocab_size, min(count, loss.vocab_size))
     offers = ops.to_host(worker.comms["tp"].all_gather(offers, "best"))  # (tp, N, count, 2)
-    if len(offers) == 1:
-        return offers[0]
     merged = np.concatenate(list(offers), axis=1)
+    merged[np.isnan(merged[..., 0]).any(axis=1)] = np.nan  # that row has no largest
     order = np.argsort(-merged[..., 0], axis=1, kind="stable")[:, : offers.shape[2], None]
-    order[np.isnan(merged[..., 0]).any(axis=1)] = 0  # that row has no largest
     return np.take_along_axis(merged, order, axis=1)
 
 
@@ -287,8 +283,10 @@ class Request:
             )
 
         def read_weights(config):
-            unread = checkpoint.unread_notes(config)
-            self.notes = [*formats.start_notes(weights, trains=False), *unread]
+            self.notes = [
+                *formats.start_notes(weights, trains=False),
+                *checkpoint.unread_notes(config),
+            ]
 
         checks = [
             (read_texts, UsageError),
@@ -326,8 +324,13 @@ def run(session: Session, parsed: ParsedConfig, args) -> int:
             "sampling": str(request.sampling),
         }
     )
-    grid = Grid.of(request.config.grid, world.rank)
-    worker = Worker(request.config, grid, request.ops, Recorder(), world)
+    worker = Worker(
+        request.config,
+        Grid.of(request.config.grid, world.rank),
+        request.ops,
+        Recorder(),
+        world,
+    )
     session.agree(lambda: checkpoint.load(worker, request.config.run.init_from))
     for note in request.notes if world.rank == 0 else ():
         print(f"mpipar: {note}", file=sys.stderr, flush=True)

@@ -9,13 +9,12 @@ have the same one there.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import BinaryIO
 
 import numpy as np
 
@@ -219,12 +218,18 @@ class Inputs:
         self.train_part = self.held_out = None
 
         def read_data(config):
-            found, self.what = parts.load(config, thorough=host_rank == 0)
-            self.train_part, self.held_out = found
+            (self.train_part, self.held_out), self.what = parts.load(
+                config, thorough=host_rank == 0
+            )
 
         def read_text(config):
             if self.train_part is not None:  # whether a prompt is text depends on the data
-                self.tokenizer = tokenizer_of_run(config, started, self.train_part)
+                # That of prepared data, else of the first weights, else the default.
+                folder = next(filter(is_dataset, config.run.data), None) or tokenizer_folder(
+                    started or config.run.init_from
+                )
+                is_text = self.train_part.dtype == np.uint8
+                self.tokenizer = tokenizer_of(folder, config.model.vocab_size, is_text)
                 self.prompt = prompt_tokens(config, self.tokenizer, self.held_out)
 
         def read_weights(config):
@@ -241,39 +246,28 @@ class Inputs:
             (make_ops, EnvironmentProblem),
         ]
         self.config, notes = resolve(parsed, world_size, checks, machine)
-        train, held_out = len(self.train_part), len(self.held_out)
         self.notes = [
             *notes,
-            f"data: {self.what}; {train:,} to train on, {held_out:,} held out",
+            (
+                f"data: {self.what}; {len(self.train_part):,} to train on,"
+                f" {len(self.held_out):,} held out"
+            ),
             *self.unread,
             *tokenizer_notes(self.config, self.tokenizer, self.train_part),
         ]
 
 
-def tokenizer_of_run(config, started, tokens) -> Tokenizer:
-    """Return the tokenizer for prompts and generated text.
-
-    It is that of prepared data, else of the weights that the run started from, else the default.
-    tokens: the training part.
-    Raises DataError and EnvironmentProblem.
-    """
-    prepared = next(filter(is_dataset, config.run.data), None)
-    source = started or config.run.init_from
-    folder = prepared or (tokenizer_folder(source) if source else None)
-    return tokenizer_of(folder, config.model.vocab_size, is_text=tokens.dtype == np.uint8)
-
-
 def tokenizer_notes(config, tokenizer: Tokenizer, tokens) -> list[str]:
     """Return notes on what the ids of token files mean. tokens: the training part."""
-    source, data, notes = config.run.init_from, config.run.data, []
-    folder = tokenizer_folder(source) if source else None
+    folder, notes = tokenizer_folder(config.run.init_from), []
     files = read_files(folder) if folder else {}
     if can_be_read(files) and files_digest(files) != files_digest(tokenizer.files):
         notes.append(
             f"the tokenizer files of --data differ from those of {folder}: where they do, an id"
             " had another meaning when the weights were trained"
         )
-    if tokens.dtype != np.uint8 and not any(map(is_dataset, data)) and tokenizer.is_bytes:
+    prepared = any(map(is_dataset, config.run.data))
+    if tokens.dtype != np.uint8 and not prepared and tokenizer.is_bytes:
         notes.append("a vocabulary of 256 is one of bytes: ids of --data are shown as bytes")
     return notes
 
@@ -327,13 +321,20 @@ def compare_inputs(session, inputs, checkpoint: str = "") -> tuple[dict, str]:
     """
     arrays = [inputs.train_part, inputs.held_out]
     files = {piece.file.name: piece.file for piece in pieces_of(arrays)}
-    digests = digests_on_host(session, files)
+    digests = digests_on_host(
+        session, lambda: {name: digest_of(file, name) for name, file in files.items()}
+    )
     found = session.agree(lambda: fingerprint(arrays, digests))
     facts = config_facts(session, inputs.config, inputs.tokenizer)
     if checkpoint:
         facts["checkpoint"] = session.agree(lambda: digest_of_weights(checkpoint))
-    data = " ".join(map(str, found.values()))
-    session.compare(facts | {"data": data, "prompt": digest_of_value(inputs.prompt)})
+    session.compare(
+        facts
+        | {
+            "data": " ".join(map(str, found.values())),
+            "prompt": digest_of_value(inputs.prompt),
+        }
+    )
     return found, facts.get("checkpoint") or facts.get("weights", "")
 
 
@@ -346,32 +347,27 @@ def config_facts(session, config: Config, tokenizer) -> dict[str, str]:
     if tokenizer is not None:
         facts["tokenizer"] = files_digest(tokenizer.files)
     csv, weights = config.grid.schedule_csv, config.run.init_from
-    for fact, given, paths in (
-        ("schedule", csv, lambda: [Path(csv)]),
-        ("weights", weights, lambda: source_files(weights)),
-    ):
-        if given is not None:
-            with ExitStack() as stack:
-                files = session.agree(lambda paths=paths, stack=stack: _opened(paths(), stack))
-                found = digests_on_host(session, files)
-            if fact == "weights":
-                session.agree(lambda found=found: check_digests(Path(weights), found))
-            facts[fact] = digest_of_value(found)
+    if csv is not None:
+        found = digests_on_host(session, lambda: _digests([Path(csv)]))
+        facts["schedule"] = digest_of_value(found)
+    if weights is not None:
+        found = digests_on_host(session, lambda: _digests(source_files(weights)))
+        session.agree(lambda: check_digests(Path(weights), found))
+        facts["weights"] = digest_of_value(found)
     return facts
 
 
 def digest_of_weights(folder: str) -> str:
     """Return the SHA-256 of all bytes of a folder's weights, or of a checkpoint's manifest."""
-    with ExitStack() as stack:
-        return digest_of_value(_digests(_opened(source_files(folder), stack)))
+    return digest_of_value(_digests(source_files(folder)))
 
 
-def _opened(paths: Iterable[Path], stack: ExitStack) -> dict[str, BinaryIO]:
-    """Return {name: file} of regular files, which the stack closes. Raises DataError."""
+def _digests(paths: Iterable[Path]) -> dict[str, str]:
+    """Return {name: SHA-256} of regular files. Raises DataError."""
     found = {}
     for path in paths:
-        with problems_as(DataError, str(path)):
-            found[path.name] = stack.enter_context(open_regular(path))
+        with problems_as(DataError, str(path)), open_regular(path) as file:
+            found[path.name] = digest_of(file, str(path))
     return found
 
 
@@ -380,15 +376,11 @@ def digest_of_value(value) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def digests_on_host(session, files: Mapping[str, BinaryIO]) -> dict[str, str]:
-    """Return {name: SHA-256} of open files, over every byte of them.
+def digests_on_host(session, digests: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """Return what the function returns: {name: SHA-256} of files, over every byte of them.
 
-    The first rank of each host reads them, so that the others find the digests in the user's cache.
-    Comm: two agreements.
+    The first rank of each host calls it first and reads them, so that the others find the digests
+    in the user's cache. Comm: two agreements.
     """
-    own = session.agree(lambda: _digests(files) if session.host_rank == 0 else {})
-    return session.agree(lambda: own or _digests(files))
-
-
-def _digests(files: Mapping[str, BinaryIO]) -> dict[str, str]:
-    return {name: digest_of(file, file.name) for name, file in files.items()}
+    own = session.agree(lambda: digests() if session.host_rank == 0 else {})
+    return session.agree(lambda: own or digests())

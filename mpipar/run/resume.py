@@ -75,7 +75,7 @@ class Start:
 
     folder: the run folder to resume in, or None for a new one. newest: its newest step. candidates:
     folders of steps, the one to load first; the others are what `auto` may fall back to. step,
-    config (TOML), layout, schedule, data: of the first candidate whose manifest can be read.
+    config (TOML), data: of the first candidate whose manifest can be read.
     Without a candidate, config and data are those of the run's first start. weights: what a run
     without a candidate starts from; digest: its expected SHA-256, or "" if unknown.
     finished: the step with which the run has ended, or 0. notes: lines for the user.
@@ -86,8 +86,6 @@ class Start:
     candidates: tuple[str, ...] = ()
     step: int = 0
     config: str = ""
-    layout: Mapping[str, int] = field(default_factory=dict)
-    schedule: str = ""
     data: Mapping[str, object] = field(default_factory=dict)
     weights: str = ""
     digest: str = ""
@@ -135,8 +133,6 @@ def find_start(run) -> Start:
             tuple(map(str, steps[number:])),
             found.step,
             found.config,
-            found.layout,
-            found.schedule,
             found.data,
             finished=finished_step(folder) if folder else 0,
             notes=tuple(f"{FALLBACK}: {note}" for note in notes),
@@ -206,8 +202,8 @@ def with_saved_settings(parsed, start: Start, world_size: int):
     if parsed.config.run.resume == AUTO:  # the Start has resolved the user's --init-from
         given = {name: value for name, value in parsed.given.items() if name != "init_from"}
         parsed = replace(parsed, given=given)
-    notes = [*parsed.notes, *(f"the run's config.toml: {note}" for note in skipped(start.config))]
-    return resumed(replace(parsed, notes=tuple(notes)), saved, world_size)
+    notes = (f"the run's config.toml: {note}" for note in skipped(start.config))
+    return resumed(replace(parsed, notes=(*parsed.notes, *notes)), saved, world_size)
 
 
 def resumed(parsed, saved: Mapping[str, object], world_size: int):
@@ -220,13 +216,17 @@ def resumed(parsed, saved: Mapping[str, object], world_size: int):
     given, ranks = parsed.given, math.prod(saved.get(axis, 1) for axis in AXES)
     named = any(axis in given for axis in LAYOUT)
     chooses = parsed.chooses_layout and (named or ranks != world_size)
-    problems = [*parsed.unread, *unchangeable(given, saved)]
-    if ranks != world_size and not (named or chooses):
-        problems.append(
-            f"{counted(world_size, 'rank')}: the run has {ranks}; start mpiexec -n {ranks}, or add"
-            f" a --layout of {world_size}, such as auto"
+    problems = broken(
+        (
+            ranks != world_size and not (named or chooses),
+            (
+                f"{counted(world_size, 'rank')}: the run has {ranks}; start mpiexec -n {ranks}, or"
+                f" add a --layout of {world_size}, such as auto"
+            ),
         )
-    parsed = replace(parsed, unread=tuple(problems), chooses_layout=chooses)
+    )
+    unread = (*parsed.unread, *unchangeable(given, saved), *problems)
+    parsed = replace(parsed, unread=unread, chooses_layout=chooses)
     dropped = set(OF_A_START)
     if any(name in given for name in ORDER):
         dropped |= set(ORDER)
@@ -270,10 +270,8 @@ def agreed_folder(session, start: Start, inputs, sources: Sources) -> Path:
     def opened() -> str:
         if session.world.rank > 0:
             return ""
-        source = sources.resumed or sources.init_from
-        beside = read_tokenizer_files(
-            tokenizer_folder(source) if source else None, inputs.tokenizer
-        )
+        source = tokenizer_folder(sources.resumed or sources.init_from)
+        beside = read_tokenizer_files(source, inputs.tokenizer)
         return str(open_run_folder(start, inputs.config, session, sources, beside))
 
     return Path(broadcast_text(session.world, session.agree(opened)))
@@ -323,7 +321,7 @@ def load_newest(session, worker, start: Start, log) -> int:
             found = [f"{text}: differs between ranks; give all hosts the same files"]
         if not found:
             now = layout_words(worker.grid.layout, worker.schedule.name)
-            was = layout_words(start.layout, start.schedule)
+            was = layout_words(manifest.layout, manifest.schedule)
             how = f"layout {now}, as before" if now == was else f"resharded from {was} to {now}"
             log(f"resumed after step {manifest.step}: {text}; {how}")
             return manifest.step

@@ -17,6 +17,7 @@ from mpipar.errors import (
     EnvironmentProblem,
     OutputError,
     UsageError,
+    broken,
 )
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline.check import check
@@ -147,9 +148,13 @@ class Run:
         self.told = {"ranks": facts, "headline": headline}
         log(headline)
         trace, done = config.run.trace, self.start.step
-        missed = f"--trace {trace}: the run resumes after step {done}: nothing is traced"
-        late = (trace_steps(trace) or (done + 1,))[0] <= done
-        notes = [*self.start.notes, *[missed] * late, *self.inputs.notes]
+        missed = broken(
+            (
+                (trace_steps(trace) or (done + 1,))[0] <= done,
+                f"--trace {trace}: the run resumes after step {done}: nothing is traced",
+            )
+        )
+        notes = [*self.start.notes, *missed, *self.inputs.notes]
         for note in filter(None, (*notes, *warm_up_notes(config.train), session.held.note)):
             log(one_line(note))
         log(console.holdings(facts))
@@ -174,14 +179,17 @@ class Run:
         self.first = self.restore() + 1
         traced = traced_steps(config.run.trace, self.first, config.train.steps)
         self.tracer = Tracer(self.worker, self.world, self.folder, traced, timed_ops)
-        # Every rank has the same axes, even if it is alone in a group (a tie has two members).
-        axes = [*self.worker.comms.groups]
         metrics, self.evaluations = self.opened(METRICS), self.opened(EVALUATIONS)
         self.growing = [*metrics, *self.evaluations]
         if config.run.tensorboard and self.log.speaks:
             events = self.files.enter_context(closing(Events(self.folder, self.first)))
             metrics, self.evaluations = [*metrics, events], [*self.evaluations, events]
-        self.metrics = Metrics(recorder, axes, self.worker.num_tokens, metrics)
+        self.metrics = Metrics(
+            recorder,
+            self.worker.comms.groups,  # the same on every rank, even if it is alone in one
+            self.worker.num_tokens,
+            metrics,
+        )
         held_out = parts.evaluated(self.inputs.held_out, config)
         self.held_out = rows.Rows(self.worker.ops, held_out, config, self.grid)
         self.saver = Saver(
@@ -242,8 +250,10 @@ class Run:
             )
         if count := self.replicas.count:
             each = self.replicas.seconds / count * 1e3
-            times = f"{counted(count, 'time')}, {each:.1f} ms each"
-            self.log(f"all copies of tensors were equal: compared {times}")
+            self.log(
+                "all copies of tensors were equal: compared"
+                f" {counted(count, 'time')}, {each:.1f} ms each"
+            )
 
     def take(self, step: int) -> None:
         """Take a step, report it, and evaluate and save after it where that is due."""
@@ -422,13 +432,12 @@ class Run:
         """
         steps = self.config.train.steps
         if self.stopped:
-            code = self.session.leave_mpi(EXIT_STOPPED)
             self.state = f"stopped on request after step {self.last} of {steps}"
             self.last_words = (
                 f"stopped on request after step {self.last}; checkpoint and weights are in"
                 f" {self.folder}; resume with --resume auto --out {self.folder}"
             )
-            return code
+            return self.session.leave_mpi(EXIT_STOPPED)
         self.session.where = lambda: "evaluation"
         if self.session.stop_requested:  # too late for a step: during the last save
             self.session.fail(KeyboardInterrupt("stopped on request"))
@@ -436,8 +445,10 @@ class Run:
         found, trained = f"{loss:.4f} nats per token over {count:,} tokens", ""
         if steps:
             after = f", after step {self.first - 1}" if self.first > 1 else ""
-            tokens = self.worker.num_tokens * steps
-            trained = f" (trained on {tokens:,} tokens{after} in {self.seconds:.1f} s)"
+            trained = (
+                f" (trained on {self.worker.num_tokens * steps:,} tokens{after}"
+                f" in {self.seconds:.1f} s)"
+            )
         self.log(f"\nheld-out loss {found}{trained}")
         self.show_text()
         if self.log.speaks:

@@ -26,9 +26,7 @@ NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL
 
 def make_root(root) -> None:
     """Create a root, for this user alone, and the folders above it, if it does not exist."""
-    Path(root).parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):  # what is no folder is refused when it is used
-        Path(root).mkdir(mode=0o700)
+    Path(root).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def folder(root, inside: str | os.PathLike = "", *, make: bool = False) -> Path:

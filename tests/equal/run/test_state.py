@@ -23,6 +23,7 @@ from mpipar.run.checkpoint import boxes
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.state import Saver, load_state
+from mpipar.run.files.digests import digest_of
 from mpipar.run.generation import Sampling, Text, continue_one, generate
 from mpipar.run.resolve import digests_on_host
 from mpipar.train.worker import StepVotes
@@ -211,7 +212,7 @@ def test_every_rank_has_the_digest_of_its_own_file(tmp_path):
     path, content = tmp_path / "own", b"of rank 1" if WORLD.rank == 1 else b"of all"
     path.write_bytes(content)
     with open(path, "rb") as file:
-        found = digests_on_host(Host, {"own": file})
+        found = digests_on_host(Host, lambda: {"own": digest_of(file, "own")})
     assert found == {"own": hashlib.sha256(content).hexdigest()}
 
 
