@@ -6,6 +6,7 @@ tests/equal/models/test_generation.py has the layouts.
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gpt2_reference
 import numpy as np
@@ -49,6 +50,7 @@ from mpipar.run.generation import (
     Sampling,
     Text,
     answer,
+    best,
     continue_one,
     draw,
     generate,
@@ -328,6 +330,20 @@ def test_a_logit_that_is_not_finite_is_never_drawn(largest, temperature):
     with np.errstate(all="raise"):
         assert np.isnan(draw(candidates, Sampling(1, temperature), 0, 0))
         assert draw(candidates[1 : 2 + (temperature > 0)], Sampling(1, temperature), 0, 0) == 2
+
+
+@pytest.mark.parametrize("row", [[3.0, np.nan, 1.0, 2.0], [3.0, 1.0, np.nan, 2.0]])
+def test_a_nan_on_any_rank_leaves_no_largest(row):
+    ops, logits = make("cpu", "float64"), np.array([row])
+    others = ops.top_forward(logits[:, 2:], 2, 4, 2)
+    own = SimpleNamespace(loss=SimpleNamespace(start=0, vocab_size=4))
+    worker = SimpleNamespace(
+        ops=ops,
+        stages=[own],
+        schedule=SimpleNamespace(num_stages=1),
+        comms={"tp": SimpleNamespace(all_gather=lambda mine, name: np.stack([mine, others]))},
+    )
+    assert np.isnan(best(worker, logits[:, :2], 2)[0, 0, 0])
 
 
 def test_prompts_with_a_byte_order_mark(tmp_path):
