@@ -64,14 +64,13 @@ def list_steps(folder: Path, steps: dict[int, Path], args) -> int:
     """Print a row per checkpoint."""
     rows = [("step", "size", "layout, schedule", "")]
     for step, path in steps.items():
-        size = layout = ""
         try:
             manifest = read_manifest(path)
             size = nbytes(sum(file.bytes for file in manifest.files.values()))
-            layout, state = layout_words(manifest.layout, manifest.schedule), "complete"
+            layout = layout_words(manifest.layout, manifest.schedule)
+            rows.append((step, size, layout, "complete"))
         except DataError as error:
-            state = f"DAMAGED: {error.problems[0]}"
-        rows.append((step, size, layout, state))
+            rows.append((step, "", "", f"DAMAGED: {error.problems[0]}"))
     print(printable(table(rows, left=0) if steps else f"{folder} has no checkpoint"))
     return EXIT_OK
 
@@ -85,8 +84,11 @@ def verify(folder: Path, steps: dict[int, Path], args) -> int:
     final = folder / WEIGHTS
     if args.step is None and final.exists():
         if digests := written_digests(final):
-            problems = (digest_problem(final / name, digest) for name, digest in digests.items())
-            found[final] = [*filter(None, problems)]
+            found[final] = [
+                text
+                for name, digest in digests.items()
+                if (text := digest_problem(final / name, digest))
+            ]
         else:
             print(printable(f"{final}: has no {DIGESTS}, so nothing is compared"))
     if not found:
@@ -104,8 +106,6 @@ def export(folder: Path, steps: dict[int, Path], args) -> int:
     inside = out.iterdir() if out.is_dir() else [out] * out.exists()
     if any(one.name not in weights.BESIDE for one in inside):
         raise UsageError(f"{out}: exists and is not empty; give a new folder with --out")
-    if wrong := damage(path):
-        raise DataError(wrong)
     found = weights.read_tokenizer_files(folder / WEIGHTS)
     model = model_config(model_settings(str(path), where=str(path)))
     with said(out, "can't be written"):

@@ -182,8 +182,9 @@ class Family:
         types = built(tuple[str, ...], said.get("layer_types") or [], "layer_types")
         kinds = {*types} - {"full_attention", "sliding_attention" if window else ""}
         values["max_positions"] = values["seq_len"]
-        theta = rope.get("rope_theta", said["rope_theta"])
-        values["rope_theta"] = built(float, theta, "rope_theta")
+        values["rope_theta"] = built(
+            float, rope.get("rope_theta", said["rope_theta"]), "rope_theta"
+        )
         scaling = SCALING if kind == "llama3" else ()
         values["rope_scaling"] = tuple(built(float, rope.get(key), key) for key in scaling)
         return wrong + broken(

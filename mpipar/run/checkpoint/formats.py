@@ -72,12 +72,11 @@ class Own:
 
         This format cannot state what mpipar's layers do not compute, so the list of that is empty.
         """
-        given = {
+        return {
             one.name: built(one.type, found[one.name], one.name)
             for one in OF_WEIGHTS
             if one.name in found
-        }
-        return given, []
+        }, []
 
 
 OWN = Own()
@@ -205,8 +204,9 @@ def _saved_settings(folder: str, where: str) -> dict:
     manifest = read_manifest(Path(folder))
     with problems_as(DataError, f"{where}: {NAME}: config"):
         model = build(values_of(manifest.config)).model
-    names = [one.name for one in OF_WEIGHTS]
-    return {name: getattr(model, name) for name in names if getattr(model, name) is not None}
+    return {
+        one.name: value for one in OF_WEIGHTS if (value := getattr(model, one.name)) is not None
+    }
 
 
 def some_names(names: list[str]) -> str:

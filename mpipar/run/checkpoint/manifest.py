@@ -141,8 +141,7 @@ def committed_steps(folder: Path) -> list[tuple[int, Path]]:
     Raises DataError if the folder cannot be read, or is a link; links in it are no checkpoints.
     """
     with problems_as(DataError, str(folder)), suppress(FileNotFoundError, NotADirectoryError):
-        inside = no_links.folder(folder.parent, folder.name)
-        found = [STEP_FOLDER.fullmatch(name) for name in os.listdir(inside)]
+        found = map(STEP_FOLDER.fullmatch, os.listdir(no_links.folder(folder.parent, folder.name)))
         steps = [(int(match[1]), folder / match[0]) for match in found if match]
         return sorted((step, path) for step, path in steps if stat.S_ISDIR(path.lstat().st_mode))
     return []
@@ -174,8 +173,11 @@ def _manifest(content) -> Manifest:
     found = built(Manifest, content | {"config": ""}, "it")  # every other text has one line
     if not found.tensors or any({*one} != SCALE for one in found.scales):
         raise ValueError("it lacks tensors, or values of a loss scale")
-    config = str(content.get("config"))
-    return replace(found, config=config, layout={axis: found.layout.get(axis, 1) for axis in AXES})
+    return replace(
+        found,
+        config=str(content.get("config")),
+        layout={axis: found.layout.get(axis, 1) for axis in AXES},
+    )
 
 
 def file_problems(folder: Path, files: dict[str, File]) -> list[str]:
@@ -195,8 +197,11 @@ def digest_problem(path: Path, expected: str) -> str:
             found = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         return f"{path}: {error.strerror}"
-    wrong = f"{path}: is damaged: its SHA-256 is {found}, {expected} was written"
-    return "" if found == expected else wrong
+    return (
+        ""
+        if found == expected
+        else f"{path}: is damaged: its SHA-256 is {found}, {expected} was written"
+    )
 
 
 def damage(step_folder: Path) -> list[str]:
@@ -206,5 +211,6 @@ def damage(step_folder: Path) -> list[str]:
         files = read_manifest(folder).files
     except DataError as error:
         return error.problems
-    wrong = (digest_problem(folder / name, file.sha256) for name, file in files.items())
-    return [text for text in wrong if text]
+    return [
+        text for name, file in files.items() if (text := digest_problem(folder / name, file.sha256))
+    ]

@@ -74,8 +74,7 @@ def write_new(path: Path, chunks) -> tuple[int, str]:
     """
     digest, size = hashlib.sha256(), 0
     run_folder = path.parents[2]
-    file = no_links.opened(run_folder, str(path.relative_to(run_folder)), no_links.NEW)
-    try:
+    with no_links.create(run_folder, str(path.relative_to(run_folder))) as file:
         for chunk in chunks:
             data = memoryview(
                 np.ascontiguousarray(chunk)  # a transposed view has other bytes
@@ -85,12 +84,10 @@ def write_new(path: Path, chunks) -> tuple[int, str]:
             digest.update(data)
             start, size = size, size + len(data)
             while data:
-                data = data[os.write(file, data) :]
+                data = data[os.write(file.fileno(), data) :]
             if size - start >= boxes.BLOCK_BYTES // 2:
-                os.posix_fadvise(file, start, size - start, os.POSIX_FADV_DONTNEED)
-        os.fsync(file)
-    finally:
-        os.close(file)
+                os.posix_fadvise(file.fileno(), start, size - start, os.POSIX_FADV_DONTNEED)
+        os.fsync(file.fileno())
     return size, digest.hexdigest()
 
 
@@ -99,19 +96,6 @@ def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     os.fsync(descriptor)
     os.close(descriptor)
-
-
-def make_partial(folder: Path, step: int) -> Path:
-    """Create the folder in which a step's checkpoint is written, and which no reader looks at.
-
-    The run folder, in which `folder` is, exists. Raises OSError.
-    """
-    inside = no_links.folder(folder.parent, folder.name, make=True)
-    sync_folder(folder.parent)
-    partial = _partial(inside / step_folder_name(step))
-    partial.mkdir()
-    sync_folder(inside)
-    return partial
 
 
 def put_in_place(partial: Path, step: int) -> None:
@@ -171,8 +155,11 @@ def place_among_copies(comms, param, shared=False, everywhere=True) -> tuple[int
     (`shared`); and of all islands, unless each has its own.
     """
     index, count = 0, 1
-    groups = (*param.copy_groups, *(() if shared else param.grad_groups[-1:]))
-    groups += (ISLAND,) * everywhere
+    groups = (
+        *param.copy_groups,
+        *(() if shared else param.grad_groups[-1:]),
+        *((ISLAND,) if everywhere else ()),
+    )
     for comm in (comms[name] for name in groups):
         index, count = index * comm.size + comm.index, count * comm.size
     return index, count
@@ -348,18 +335,18 @@ class Saver:
         self.worker.recorder.span("save", start)
         self.saved = flight.step
 
-    def _on_rank_0(self, barrier: str, step: int, function: Callable[[], str]) -> str:
-        """Return on every rank what the function returns on rank 0; all raise if it fails there.
+    def _on_rank_0(self, barrier: str, step: int, function: Callable[[], str | None]) -> str:
+        """Return on every rank the text, if any, that rank 0 gets; all raise if it fails there.
 
         Comm: a barrier and a broadcast over the world.
         """
         answer = ""
         if self.comm.index == 0:
             try:
-                answer = function()
+                answer = function() or ""
             except (OSError, OutputError) as error:
-                why = error.strerror if isinstance(error, OSError) else None
-                answer = f"/{why or error}"  # no folder name begins with a slash
+                why = getattr(error, "strerror", None) or error
+                answer = f"/{why}"  # no folder name begins with a slash
         self.comm.barrier(barrier)
         answer = broadcast_text(self.mpi_world, answer)
         if answer.startswith("/"):
@@ -370,11 +357,19 @@ class Saver:
         return answer
 
     def _begin(self, step: int) -> str:
-        """Return the name of the partial folder made for a step. Rank 0 only."""
-        self.ready()
-        return make_partial(self.folder, step).name
+        """Return the name of the folder made for a step, which no reader looks at. Rank 0 only.
 
-    def _commit_files(self, flight: Flight, facts: list) -> str:
+        The run folder, in which `folder` is, exists. Raises OSError and OutputError.
+        """
+        self.ready()
+        inside = no_links.folder(self.folder.parent, self.folder.name, make=True)
+        sync_folder(self.folder.parent)
+        partial = _partial(inside / step_folder_name(step))
+        partial.mkdir()
+        sync_folder(inside)
+        return partial.name
+
+    def _commit_files(self, flight: Flight, facts: list) -> None:
         """Write the manifest and rename the folder. Rank 0 only; raises OSError and OutputError.
 
         facts: for each rank, what `write_pieces` returned and its loss scale.
@@ -411,7 +406,6 @@ class Saver:
             delete(partial)
             raise
         remove_outdated(self.folder, flight.step, self.keep)
-        return ""
 
 
 class Pieces(ExitStack):

@@ -72,13 +72,12 @@ def safetensors_head(tensors) -> bytes:
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     names = {dtype: name for name, dtype in NUMBERS.items()}
     for name, dtype, shape in tensors:
-        end = offset + math.prod(shape) * dtype.itemsize
+        start, offset = offset, offset + math.prod(shape) * dtype.itemsize
         header[name] = {
             "dtype": names[dtype],
             "shape": list(shape),
-            "data_offsets": [offset, end],
+            "data_offsets": [start, offset],
         }
-        offset = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

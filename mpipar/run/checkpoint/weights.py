@@ -108,8 +108,7 @@ def save(worker, folder: Path) -> None:
     if worker.grid.world_rank == 0:
         write(folder, worker.config.model, worker.ops.accum_dtype, blocks)
     else:
-        for _ in blocks:
-            pass
+        list(blocks)  # sends this rank's, and is empty
 
 
 def export(step_folder: Path, folder: Path, model) -> None:
@@ -220,8 +219,10 @@ def _finite(folder: str, name: str, blocks, dtype):
         with np.errstate(over="ignore", invalid="ignore"):  # a float64 may overflow float32
             values = np.ascontiguousarray(block, dtype)
         if not np.isfinite(values).all():
-            what = f"not all numbers of {name} are finite in {values.dtype.name}"
-            raise DataError(f"{folder}: {what}; give other weights")
+            raise DataError(
+                f"{folder}: not all numbers of {name} are finite in {values.dtype.name}; give other"
+                " weights"
+            )
         yield box, values
 
 
@@ -314,8 +315,7 @@ def read_tokenizer_files(source: Path | None, speaks=None) -> dict[str, bytes]:
 
 def write_tokenizer_files(found: dict[str, bytes], folder: Path) -> None:
     """Write files into a folder, which is created if necessary; refuse a link. Raises OSError."""
-    if found:
-        no_links.make_root(folder.parent)
+    no_links.make_root(folder.parent)
     for name, content in found.items():
         replace_file(f"{folder.name}/{name}", [content], root=folder.parent)
 

@@ -46,8 +46,11 @@ def is_json_lines(path: Path) -> bool:
     # A page is text if its name says what it is.
     if kind not in (None, JSON_LINES) and path.suffix not in (".html", ".htm"):
         raise ValueError(f"is {kind}")
-    is_named = path.suffix.lower() in (".jsonl", ".ndjson")
-    return is_named or kind == JSON_LINES or bool(BEGINS_WITH_TEXT.match(head))
+    return (
+        path.suffix.lower() in (".jsonl", ".ndjson")
+        or kind == JSON_LINES
+        or bool(BEGINS_WITH_TEXT.match(head))
+    )
 
 
 def read_documents(

@@ -17,14 +17,7 @@ import numpy as np
 
 from mpipar.config.text import shown
 from mpipar.errors import DataError
-from mpipar.run.data.documents import (
-    BLOCK,
-    HEAD,
-    HELD_OUT,
-    LONGEST,
-    is_held_out,
-    read_documents,
-)
+from mpipar.run.data.documents import HEAD, LONGEST, is_held_out, read_documents
 from mpipar.run.data.tokenizer import (
     END,
     ENDS,
@@ -145,16 +138,21 @@ def prepare(texts: Texts, name: str, folder: Path) -> Dataset:
         replace_file(folder / file, [content])
     dtype = np.dtype("<u2" if tokenizer.size <= WIDE else "<u4")
     documents = _write(tokenizer, texts.documents("encoding"), folder, dtype)
-    if not documents[1]:
-        documents = _hold_out_last_tenth(folder, dtype, documents[0], tokenizer.end)
+    if not documents[0]:
+        raise DataError("these files have no text")
     files = tuple(
         _described(folder / part, count, dtype)
         for part, count in zip(PARTS, documents, strict=True)
     )
-    digest = files_digest(tokenizer.files)
-    dataset = Dataset(FORMAT, dtype.name, tokenizer.size, tokenizer.end, digest, files)
-    text = json.dumps(asdict(dataset), indent=1) + "\n"
-    replace_file(folder / NAME, [text.encode()])
+    dataset = Dataset(
+        FORMAT,
+        dtype.name,
+        tokenizer.size,
+        tokenizer.end,
+        files_digest(tokenizer.files),
+        files,
+    )
+    replace_file(folder / NAME, [json.dumps(asdict(dataset), indent=1).encode(), b"\n"])
     return dataset
 
 
@@ -213,24 +211,6 @@ def _some(texts: Iterator[tuple[str, bool]]) -> Iterator[tuple[str, bool]]:
     while characters < BATCH and (one := next(texts, None)):
         characters += len(one[0])
         yield one
-
-
-def _hold_out_last_tenth(folder: Path, dtype: np.dtype, documents: int, end: int) -> list[int]:
-    """Move the last tenth of the tokens to the held-out part; return the documents of each part.
-
-    end: the id of a text's end. Raises DataError if there are too few.
-    """
-    train, held_out = (folder / part for part in PARTS)
-    tokens = train.stat().st_size // dtype.itemsize
-    if tokens < HELD_OUT:
-        raise DataError(f"there is too little text: {tokens} tokens; give more")
-    left = (tokens - tokens // HELD_OUT) * dtype.itemsize
-    last = np.memmap(train, dtype, "r", left)  # not held in memory as a whole
-    held_out.write_bytes(last)
-    blocks = np.array_split(last, 1 + len(last) // BLOCK)
-    count = sum(int(np.count_nonzero(block == end)) for block in blocks)
-    os.truncate(train, left)
-    return [documents - count, count]
 
 
 def _described(path: Path, documents: int, dtype: np.dtype) -> File:

@@ -70,8 +70,9 @@ class Rows:
         return range(first, first + self.num_rows)
 
     def _batch(self, starts) -> Batch:
-        rows = np.stack([self.part[start : start + self.distance + 1] for start in starts])
-        rows = rows.astype(np.int64)
+        rows = np.stack(
+            [self.part[start : start + self.distance + 1] for start in starts], dtype=np.int64
+        )
         tokens, targets = (
             np.ascontiguousarray(rows[:, places]) for places in (self.places, self.places + 1)
         )
@@ -81,8 +82,9 @@ class Rows:
         """Return microbatch mb of a training step: rows that begin anywhere in the text."""
         starts = []
         for row in self._indices(mb, self.dp_together):
-            philox = np.random.Philox(key=self.seed, counter=[0, row, step, 0])
-            generator = np.random.Generator(philox)
+            generator = np.random.Generator(
+                np.random.Philox(key=self.seed, counter=[0, row, step, 0])
+            )
             starts.append(int(generator.integers(self.num_starts)))
         return self._batch(starts)
 

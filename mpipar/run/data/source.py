@@ -20,7 +20,7 @@ import numpy as np
 from mpipar.config.text import counted
 from mpipar.errors import DataError
 from mpipar.run.data.documents import is_json_lines, read_documents
-from mpipar.run.data.prepared import NAME, is_dataset, read_dataset
+from mpipar.run.data.prepared import NAME, WIDE, is_dataset, read_dataset
 from mpipar.run.data.token_file import Piece, TokenFiles, check_ids, pieces_of
 from mpipar.run.data.tokenizer import BYTE_VOCABULARY, files_digest, read_files
 from mpipar.run.files.bounded import open_regular, problems_as, recognize
@@ -29,7 +29,6 @@ LLMC_HEADER = 256 * 4  # bytes
 LLMC = {(20240520, 1): "<u2", (20240801, 7): "<u4"}  # (magic, version): of GPT-2's, Llama 3's ids
 LLMC_MAGICS = (*(magic for magic, _ in LLMC), 20240522)  # the last one's is HellaSwag
 MOST_TEXT = 4 << 30  # bytes
-NARROW = 1 << 16  # ids that fit in 16 bits
 SAMPLE = 1 << 20  # bytes at the beginning of a file that show what it holds
 ENOUGH = 8  # ids of a sample that are not 0, to see that every second one is
 MANY = 1 << 12  # ids of a sample whose lower bytes have all values
@@ -113,8 +112,12 @@ def _of_prepared(folder: Path, vocab_size: int, thorough: bool) -> Source:
         parts.append(TokenFiles([Piece(file, 0, 0, stated.tokens, dtype)], least, digest))
         if thorough:
             parts[-1].check([stated.sha256])
-    what = f"{sum(map(len, parts)):,} tokens ({found.dtype}) from {folder}"
-    return Source(*parts, what, found.tokenizer)
+    return Source(
+        parts[0],
+        parts[1] or None,
+        f"{sum(map(len, parts)):,} tokens ({found.dtype}) from {folder}",
+        found.tokenizer,
+    )
 
 
 def _language_reference(vocab_size):
@@ -128,8 +131,9 @@ def _language_reference(vocab_size):
         ) from None
     text = "\n".join(topics[name] for name in sorted(topics))
     tokens = _of_bytes("the built-in text", text.encode(), vocab_size)
-    what = f"{len(tokens):,} bytes of Python's language reference (pydoc_data.topics)"
-    return Source(tokens, None, what)
+    return Source(
+        tokens, None, f"{len(tokens):,} bytes of Python's language reference (pydoc_data.topics)"
+    )
 
 
 def text_files(paths: Iterable[str], only: str = "") -> tuple[list[Path], list[str]]:
@@ -194,7 +198,7 @@ def _of_bytes(what, content: bytes, vocab_size: int) -> np.ndarray:
 
 def _piece(file, nbytes: int, vocab_size: int) -> Piece:
     """Return where the tokens of an open file are; ValueError says why it has none."""
-    start, dtype = 0, np.dtype("<u2" if vocab_size <= NARROW else "<u4")
+    start, dtype = 0, np.dtype("<u2" if vocab_size <= WIDE else "<u4")
     sample = os.pread(file.fileno(), SAMPLE, 0)
     head = np.frombuffer(sample[:12].ljust(12, b"\0"), "<i4").tolist()
     if kind := LLMC.get((head[0], head[1])):

@@ -353,16 +353,17 @@ def _byte_file(end: bool) -> bytes:
         "normalized": False,
         "special": True,
     }
-    found = {
-        "version": "1.0",
-        "added_tokens": [special] if end else [],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": None,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
-    }
-    return json.dumps(found).encode()
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [special] if end else [],
+            "normalizer": None,
+            "pre_tokenizer": level,
+            "post_processor": None,
+            "decoder": level,
+            "model": {"type": "BPE", "vocab": vocabulary, "merges": []},
+        }
+    ).encode()
 
 
 def _end(files: dict[str, bytes], library) -> int | None:

@@ -11,9 +11,9 @@ import shutil
 import signal
 import subprocess
 import time
-import tracemalloc
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from mpipar.run.checkpoint.weights import save
 from mpipar.run.data import documents as documents_module
 from mpipar.run.data import prepared as prepared_module
 from mpipar.run.data.documents import BLOCK, is_held_out, read_documents, text_pieces
+from mpipar.run.data.parts import load
 from mpipar.run.data.prepared import read_dataset
 from mpipar.run.data.source import load_source
 from mpipar.run.data.token_file import fingerprint, pieces_of
@@ -254,8 +255,14 @@ def test_bytes_of_documents_between_separators(here):
     assert not list(here.glob("*.partial*"))
 
 
+def loaded(folder):
+    """The two parts of a prepared folder, as a run has them."""
+    model = SimpleNamespace(vocab_size=257, seq_len=2)
+    return load(SimpleNamespace(run=SimpleNamespace(data=(folder,), val_data=()), model=model))[0]
+
+
 def test_a_document_is_a_file_or_a_line_of_json(here):
-    """Of a single one, the last tenth is held out."""
+    """Of a single one, a run holds out the last tenth."""
     lines = "".join(json.dumps({"text": story}) + "\n" for story in STORIES[:20])
     for number, story in enumerate([lines, *STORIES[20:]]):
         path = here / "in" / str(number % 3) / f"{number}.{'txt' if number else 'jsonl'}"
@@ -266,10 +273,15 @@ def test_a_document_is_a_file_or_a_line_of_json(here):
     train, held_out = texts_of()
     assert sorted(train + held_out) == sorted(STORIES)
     prepared(separator=None, out="one")
-    train, held_out = (np.fromfile(f"one/{part}.bin", "<u2").tolist() for part in ("train", "val"))
-    whole = (here / "stories.txt").read_bytes()
-    assert bytes([*train, *held_out[:-1]]) == whole
-    assert (len(held_out), held_out[-1]) == ((len(whole) + 1) // 10, 256)
+    tokens, whole = (
+        np.fromfile("one/train.bin", "<u2").tolist(),
+        (here / "stories.txt").read_bytes(),
+    )
+    assert tokens == [*whole, 256]
+    assert not Path("one/val.bin").read_bytes()
+    train, held_out = map(np.asarray, loaded("one"))
+    assert [*train, *held_out] == tokens
+    assert len(held_out) == len(tokens) // 10
 
 
 @pytest.mark.text
@@ -312,27 +324,14 @@ def test_separators_that_are_not_given_or_do_not_occur(text, separator, parts, h
     "texts", [["same"] * 20, ["one of them", "same"] * 9, STORIES[:2], ["x" * 30]]
 )
 def test_the_first_document_is_trained_on_and_its_equals(texts, here):
-    """Nothing is held out by chance, or all: then the last tenth of the tokens is."""
+    """Nothing is held out by chance, or all: then a run holds out the last tenth of the tokens."""
     (here / "a.txt").write_text("<sep>".join(texts), encoding="utf-8")
     _, found = prepared(texts="a.txt")
-    train, held_out = (np.fromfile(f"out/{part}.bin", "<u2") for part in ("train", "val"))
+    train, held_out = loaded("out")
     assert len(train)
     assert len(held_out)
     assert len(train) + len(held_out) == len("".join(texts).encode()) + len(texts)
     assert sum(file["documents"] for file in found["files"]) == len(texts)
-
-
-def test_the_last_tenth_is_moved_in_blocks(tmp_path):
-    """That of 100 million tokens takes no more memory than a few blocks."""
-    (tmp_path / "train.bin").touch()
-    os.truncate(tmp_path / "train.bin", 200_000_000)
-    tracemalloc.start()
-    found = prepared_module._hold_out_last_tenth(tmp_path, np.dtype("<u2"), 10_000_002, 0)
-    assert tracemalloc.get_traced_memory()[1] < 4 * BLOCK
-    tracemalloc.stop()
-    assert found == [2, 10_000_000]
-    sizes = [(tmp_path / name).stat().st_size for name in ("train.bin", "val.bin")]
-    assert sizes == [180_000_000, 20_000_000]
 
 
 def test_what_a_killed_preparation_left_is_removed(here):
@@ -365,8 +364,7 @@ OF_BYTES = ("--tokenizer", "bytes", "--out", "out")
 
 @pytest.mark.parametrize(("name", "content", "part"), [
     ("zero.txt", b"text\0", "zero.txt: is not text: byte 4 is zero"),
-    ("empty.txt", b"", "there is too little text: 0 tokens"), ("missing.txt", None, "no such file"),
-    ("short.txt", b"a", "there is too little text"),
+    ("empty.txt", b"", "these files have no text"), ("missing.txt", None, "no such file"),
 ])  # fmt: skip
 def test_files_without_text(name, content, part, here):
     if content is not None:
