@@ -421,7 +421,7 @@ def test_bad_input_is_refused(words, code, parts, models):
 @pytest.mark.parametrize(("name", "text", "code", "parts"), [
     ("p.txt", "a\n\n123456789\n", 2, ["p.txt: line 3: has 9 tokens"]),
     ("p.txt", " \n\n", 65, ["p.txt: has no prompt"]),
-    ("p.txt", b"a\n\xff\n", 65, ["p.txt: ", "can't decode byte 0xff in position 2"]),
+    ("p.txt", b"a\n\xff\n", 65, ["p.txt: ", "is not UTF-8 text: byte 2"]),
     ("p.txt", "12345678\n" * 15, 2, ["p.txt: line 10"]),
 ])  # fmt: skip
 def test_files_of_prompts_that_are_refused(name, text, code, parts, models, tmp_path):
