@@ -101,7 +101,10 @@ class StagedTransport:
 
     def __init__(self, ops: Ops, host: MpiTransport):
         self.ops, self.host, self.copies = ops, host, ops.copies
-        self.zeros, self.max_tag, self.close = ops.zeros, host.max_tag, host.close
+        self.zeros, self.max_tag = ops.zeros, host.max_tag
+
+    def close(self) -> None:
+        self.host.close()
 
     def _to_host(self, x: Array) -> Array:
         """Return x in host memory, for a call that blocks in MPI.

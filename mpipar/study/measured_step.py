@@ -81,6 +81,6 @@ def share_table(facts: list[dict], places: list[str]) -> str:
     """Return the fractions of each rank, which add up to 1. facts: `share_facts` of every rank."""
     rows = [("rank", "place", "useful", "in communication", "rest")]
     for world_rank, (fact, place) in enumerate(zip(facts, places, strict=True)):
-        total = sum(fact.values())
+        total = sum(fact.values()) or 1.0  # no step counts if the gradients always overflowed
         rows.append((world_rank, place, *(f"{value / total:.1%}" for value in fact.values())))
     return console.table(rows, left=2)

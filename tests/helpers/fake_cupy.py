@@ -177,7 +177,7 @@ cuda = types.SimpleNamespace(
         getDeviceProperties=lambda number: {"name": b"NVIDIA H200"},
         **dict.fromkeys(("CUDA_R_64F", "CUDA_R_32F", "CUDA_R_16BF", "CUDA_R_16F")),
     ),
-    cublas=None,
+    cublas=types.SimpleNamespace(CUBLAS_COMPUTE_32F=None, CUBLAS_COMPUTE_64F=None),
     device=None,
 )
 

@@ -137,6 +137,9 @@ def array(address, count, kind):
     return np.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype)
 
 
+OPEN = set()  # communicators that are not destroyed
+
+
 class NcclCommunicator:
     """A communicator: its members meet at the one that made the key."""
 
@@ -158,6 +161,7 @@ class NcclCommunicator:
         group = BOOT.group.Incl(members.tolist())
         self.mpi = BOOT.Create_group(group, tag=number)
         assert (size, rank) == (self.mpi.size, self.mpi.rank)
+        OPEN.add(self)
 
     def collective(self, stream, source, target, post):
         """post(what is sent, what arrives) -> request, on copies of both."""
@@ -226,3 +230,4 @@ class NcclCommunicator:
 
     def destroy(self):
         self.mpi.Free()
+        OPEN.remove(self)

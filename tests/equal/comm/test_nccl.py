@@ -47,6 +47,7 @@ def group(dtype="float64", reach=1):
 
 def trained(config, steps=2):
     """(losses, gradients by name on rank 0, carriers) of steps on the device. Comm: theirs."""
+    before = set(fake_nccl.OPEN)
     worker, rows = worker_and_rows(
         config, spread=SPREAD, ops=ops_module.make("cuda", config.run.dtype, kernels="plain")
     )
@@ -56,6 +57,7 @@ def trained(config, steps=2):
     ]
     found = losses, full_tensors(worker, "data"), worker.comms.carriers
     worker.close()
+    assert before == fake_nccl.OPEN, "a group's communicator is still open"
     return found
 
 
