@@ -511,7 +511,7 @@ STARTS = (
         "a manifest that names a file outside",
         BY_PATH,
         65,
-        "manifest.json",
+        "text.txt: has no bytes",
         edit_manifest(steal_piece),
     ),
     Start(
