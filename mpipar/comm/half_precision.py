@@ -77,8 +77,9 @@ class HalfPrecisionTransport:
     def reduce_scatter(self, x: Array) -> Array:
         if not self._is_narrow(x):
             return self.transport.reduce_scatter(x)
-        parts = self.all_to_all(x)
-        return self.ops.add_parts(parts, self.ops.empty(x.shape[1:], x.dtype, label="buffers"))
+        return self.ops.add_parts(
+            self.all_to_all(x), self.ops.empty(x.shape[1:], x.dtype, label="buffers")
+        )
 
     def all_gather(self, x: Array, group_size: int) -> Array:
         return self._received(self.transport.all_gather(self._moved(x), group_size), x)

@@ -7,7 +7,7 @@ from pathlib import Path
 from mpipar.commands.command import Command, Context
 from mpipar.config.setting import positional, setting
 from mpipar.config.text import counted, harmless
-from mpipar.errors import EXIT_OK
+from mpipar.errors import EXIT_OK, UsageError
 from mpipar.run.console.tables import WIDTH, table, table_with_words
 from mpipar.run.trace import trace_file
 from mpipar.study.schedules.bubble import bubble_table
@@ -39,6 +39,8 @@ def run(context: Context) -> int:
     Raises DataError if there is no trace, OutputError if a file cannot be written.
     """
     args = context.args
+    if args.html is not None and args.html == args.perfetto:
+        raise UsageError(f"--html and --perfetto both name {args.html}: give two files")
     trace = trace_file.read(args.run_folder)
     with trace_file.contradictions_are_data_errors(args.run_folder):
         analysis = Analysis(trace)

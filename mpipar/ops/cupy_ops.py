@@ -227,8 +227,7 @@ class CupyOps(ArrayOps):
 
     def pinned(self, shape: Shape, dtype: DTypeLike) -> np.ndarray:
         """Return an uninitialised host array in page-locked memory, where copies run fastest."""
-        dtype = np.dtype(dtype)
-        count = math.prod(shape)
+        dtype, count = np.dtype(dtype), math.prod(shape)
         memory = self.xp.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
         return np.frombuffer(memory, dtype, count).reshape(shape)
 
@@ -253,8 +252,10 @@ class CupyOps(ArrayOps):
         host's a little late. The caller has waited for the device, so no mark is later than now.
         """
         (mark, then), now = self._mark, perf_counter_ns()
-        elapsed = self.xp.cuda.get_elapsed_time  # in ms
-        return [min(now, then + round(1e6 * elapsed(mark, one))) for one in instants]
+        return [
+            min(now, then + round(1e6 * self.xp.cuda.get_elapsed_time(mark, one)))  # it is in ms
+            for one in instants
+        ]
 
 
 def _usable_cupy(host_rank: int) -> ModuleType:

@@ -83,11 +83,12 @@ class MixedOps(Ops):
         for part in function.takes:
             if part.written and wide.get(part.name) is not given.get(part.name):
                 self.copy(given[part.name], wide[part.name])
-        results = [
-            given[part.name] if part.name in given else self._narrow(part, x)
-            for part, x in zip(function.gives, made, strict=False)
-        ]
-        return answer(results)
+        return answer(
+            [
+                given[part.name] if part.name in given else self._narrow(part, x)
+                for part, x in zip(function.gives, made, strict=False)
+            ]
+        )
 
     def _wide(self, x: Any) -> Any:
         """Return x in float32 if it is a 16-bit array."""

@@ -148,8 +148,7 @@ class NumpyOps(NumpyAttention):
     def matmul(self, x: Array, w: Array) -> Array:
         """Return x w: (..., K) times (K, M) gives (..., M)."""
         rows = as_rows(x)
-        few = 1 < len(rows) <= FEW_ROWS
-        y = np.ascontiguousarray((w.T @ rows.T).T) if few else rows @ w
+        y = np.ascontiguousarray((w.T @ rows.T).T) if 1 < len(rows) <= FEW_ROWS else rows @ w
         return y.reshape(*x.shape[:-1], w.shape[1])
 
     def _multiply(self, x: Array, w: Array, out: Array) -> None:

@@ -260,8 +260,9 @@ class ShapeOps(Ops):
     def empty(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
         """Return a new array, its bytes counted under the label until its last view is gone."""
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-        dtype = self.dtype if dtype is None else dtype
-        return ShapeArray.allocate(self._ledger, shape, dtype, label)
+        return ShapeArray.allocate(
+            self._ledger, shape, self.dtype if dtype is None else dtype, label
+        )
 
     zeros = empty  # nothing is written
 

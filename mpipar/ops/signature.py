@@ -151,8 +151,9 @@ def shapes(
     makes = tuple(part for part in gives if part.name not in {one.name for one in takes})
 
     def declare(declared: Method) -> Method:
-        function = Function(declared.__name__, text, takes, gives, makes, rows, exact, flops)
-        declared.function = function  # type: ignore[attr-defined]
+        declared.function = Function(  # type: ignore[attr-defined]
+            declared.__name__, text, takes, gives, makes, rows, exact, flops
+        )
         return declared
 
     return declare

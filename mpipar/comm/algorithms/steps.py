@@ -135,8 +135,7 @@ class StepwiseTransport(MpiTransport):
         return self.messages([self.own.Irecv(x, source, tag)])
 
     def _send(self, x: Array, to: int, tag: int) -> MPI.Request:
-        post = self.own.Issend if self.options.sync_sends else self.own.Isend
-        return post(x, to, tag)
+        return (self.own.Issend if self.options.sync_sends else self.own.Isend)(x, to, tag)
 
     def messages(self, requests: list[MPI.Request]) -> Request:
         """Return these as one request; a rank that yields its core sleeps between two polls."""

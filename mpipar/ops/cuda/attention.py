@@ -163,8 +163,9 @@ class AttentionOps(CupyOps):
             return super().attention_backward_input(dy, q, k, v, saved, q_pos, k_pos, out=out)
         results = out or tuple(self.xp.empty(x.shape, x.dtype) for x in (q, k, v))
         y, stats = saved
-        delta = self.attention_delta(dy, y)
-        return self._backward_tiles(dy, (q, k, v), stats, delta, (q_pos, k_pos), results)
+        return self._backward_tiles(
+            dy, (q, k, v), stats, self.attention_delta(dy, y), (q_pos, k_pos), results
+        )
 
     def attention_block_backward(
         self,

@@ -112,9 +112,12 @@ class FusedOps(AttentionOps):
         """Start a kernel of cross-entropy with a block for each row of x (N, V)."""
         rows, columns = x.shape
         if rows:
-            name = by_row(kernel, x.dtype.name)
             self.loader.launch(
-                "cross_entropy.cu", name, (rows,), (ROW_THREADS,), (columns, *arguments)
+                "cross_entropy.cu",
+                by_row(kernel, x.dtype.name),
+                (rows,),
+                (ROW_THREADS,),
+                (columns, *arguments),
             )
 
     def _slabs(

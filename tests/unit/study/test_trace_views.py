@@ -267,6 +267,11 @@ def test_a_run_is_as_fast_as_itself(tmp_path):
     assert_refused(65, [message], "compare", tmp_path, tmp_path / "missing")
 
 
+def test_one_file_for_two_views_is_refused(tmp_path):
+    words = ["trace", "run", "--html", "x", "--perfetto", "x"]
+    assert_refused(2, ["--html and --perfetto both name x"], *words, folder=tmp_path)
+
+
 def test_check_fails_if_the_second_run_is_slower(tmp_path):
     folders = tmp_path / "a", tmp_path / "b"
     for factor, folder in enumerate(folders, 1):
