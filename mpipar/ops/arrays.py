@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipar.ops.signature import Array, Runs, Shape, memory, shapes
+from mpipar.ops.signature import AdamWStep, Array, Runs, Shape, memory, shapes
 
 if TYPE_CHECKING:
     from mpipar.ops.cupy_copies import Copies
@@ -224,53 +224,34 @@ class Arrays:
         """Subtract lr * grad from data."""
         data -= self.scalar(lr) * grad
 
-    @shapes(
-        "data[..]+ grad[..] m[..]+ v[..]+ lr beta1 beta2 eps weight_decay step copy[..]+? ->",
-        rows=True,
-        exact=True,
-    )
+    @shapes("data[..]+ grad[..] m[..]+ v[..]+ by copy[..]+? ->", rows=True, exact=True)
     def adamw_step(
-        self,
-        data: Array,
-        grad: Array,
-        m: Array,
-        v: Array,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
-        copy: Array | None = None,
+        self, data: Array, grad: Array, m: Array, v: Array, by: AdamWStep, copy: Array | None = None
     ) -> None:
-        """Update data, m, v in place; step counts from 1. copy: receives the new data, rounded.
+        """Update data, m, v in place. copy: receives the new data, rounded.
 
         Weight decay is decoupled from the gradient, and eps is outside the root. Source: Loshchilov
         and Hutter, arXiv 1711.05101.
         """
         cast = self.scalar
-        part = grad * cast(1.0 - beta1)
-        m *= cast(beta1)
+        part = grad * cast(1.0 - by.beta1)
+        m *= cast(by.beta1)
         m += part
         self.xp.multiply(grad, grad, out=part)
-        part *= cast(1.0 - beta2)
-        v *= cast(beta2)
+        part *= cast(1.0 - by.beta2)
+        v *= cast(by.beta2)
         v += part
         self.xp.sqrt(v, out=part)
-        part *= cast((1.0 - beta2**step) ** -0.5)
-        part += cast(eps)
+        part *= cast(by.root)
+        part += cast(by.eps)
         self.xp.divide(m, part, out=part)
-        part *= cast(lr / (1.0 - beta1**step))
-        data *= cast(1.0 - lr * weight_decay)
+        part *= cast(by.rate)
+        data *= cast(by.kept)
         data -= part
         if copy is not None:
             self.copy(copy, data)
 
-    @shapes(
-        "data[..]+ grad[..] m[..]+ v[..]+ runs lr beta1 beta2 eps weight_decay step copy[..]+? ->",
-        exact=True,
-    )
+    @shapes("data[..]+ grad[..] m[..]+ v[..]+ runs by copy[..]+? ->", exact=True)
     def adamw_runs(
         self,
         data: Array,
@@ -278,33 +259,14 @@ class Arrays:
         m: Array,
         v: Array,
         runs: Runs,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
+        by: AdamWStep,
         copy: Array | None = None,
     ) -> None:
-        """Update flat buffers as `adamw_step` does; some parts have no weight decay.
-
-        runs: (whether its weights decay, slice) of each part of the buffers.
-        """
+        """Update flat buffers as `adamw_step` does; runs without weight decay have none."""
         for decays, run in runs:
-            self.adamw_step(
-                data[run],
-                grad[run],
-                m[run],
-                v[run],
-                lr=lr,
-                beta1=beta1,
-                beta2=beta2,
-                eps=eps,
-                weight_decay=weight_decay if decays else 0.0,
-                step=step,
-                copy=None if copy is None else copy[run],
-            )
+            state = data[run], grad[run], m[run], v[run]
+            copied = None if copy is None else copy[run]
+            self.adamw_step(*state, by if decays else by._replace(weight_decay=0.0), copied)
 
 
 def as_rows(x: Array) -> Array:

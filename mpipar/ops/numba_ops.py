@@ -16,7 +16,7 @@ from mpipar.cache import cache_folder
 from mpipar.errors import EnvironmentProblem
 from mpipar.ops.functions import by_kernel
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.ops.signature import Array, Function
+from mpipar.ops.signature import AdamWStep, Array, Function
 
 # Functions that have a kernel of the same name in `numba_kernels`, which is one pass over memory.
 CHAINS = (
@@ -87,24 +87,10 @@ class NumbaOps(NumpyOps):
         self.kernels.scaled_softmax(valid, sums, self.scalar(scale))
 
     def adamw_step(
-        self,
-        data: Array,
-        grad: Array,
-        m: Array,
-        v: Array,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
-        copy: Array | None = None,
+        self, data: Array, grad: Array, m: Array, v: Array, by: AdamWStep, copy: Array | None = None
     ) -> None:
-        """Update data, m, v in place as `ArrayOps.adamw_step` does; step counts from 1."""
-        root, rate = (1.0 - beta2**step) ** -0.5, lr / (1.0 - beta1**step)
-        decay = 1.0 - lr * weight_decay
-        factors = map(self.scalar, (beta1, beta2, eps, decay, root, rate))
+        """Update data, m, v in place as `ArrayOps.adamw_step` does."""
+        factors = map(self.scalar, (by.beta1, by.beta2, by.eps, by.kept, by.root, by.rate))
         self.kernels.adamw_step(data, grad, m, v, *factors)
         if copy is not None:
             self.copy(copy, data)

@@ -26,12 +26,38 @@ Array: TypeAlias = Any  # of NumPy or CuPy, or one of shapes only: they have no 
 Dtype: TypeAlias = DTypeLike
 Shape: TypeAlias = tuple[int, ...]
 ThreeArrays: TypeAlias = tuple[Array, Array, Array]
-Runs: TypeAlias = Sequence[tuple[bool, slice]]
+Runs: TypeAlias = Sequence[tuple[bool, slice]]  # of a flat buffer: whether its weights decay
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 DIMS = re.compile(r"\.\.|\w")
 PART = re.compile(r"(\w+)(?:\[([\w.]*)\])?(\+?)(\??)(?:=(\w))?(?::(\w+))?")
 DIGITS = {str(size): size for size in range(10)}
+
+
+class AdamWStep(NamedTuple):
+    """The numbers of one AdamW update. step: counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+    @property
+    def kept(self) -> float:
+        """What decoupled weight decay leaves of a weight."""
+        return 1.0 - self.lr * self.weight_decay
+
+    @property
+    def rate(self) -> float:
+        """The learning rate, corrected for the first moment's start at zero."""
+        return self.lr / (1.0 - self.beta1**self.step)
+
+    @property
+    def root(self) -> float:
+        """The factor of the second moment's root that corrects for its start at zero."""
+        return float((1.0 - self.beta2**self.step) ** -0.5)
 
 
 class Part(NamedTuple):

@@ -13,14 +13,15 @@ program. Then all programs run together, each until it waits for a message.
 from collections import deque
 from collections.abc import Iterator
 from math import inf
+from typing import Self
 
+from mpipar.errors import UsageError
 from mpipar.pipeline.instructions import (
     COMPUTE_KINDS,
     WIRE_KINDS,
     Instr,
     Message,
     Schedule,
-    ScheduleError,
     is_compute,
     neighbours,
     parts,
@@ -35,6 +36,19 @@ Problems = Iterator[tuple[int, str]]  # position, and what is wrong there
 Part = tuple[str, int, int]  # kind, stage, microbatch
 Lane = tuple[int, int, str]  # source, target and direction of messages
 Places = dict[Part, int]  # positions of parts in a program
+
+
+class ScheduleError(UsageError):
+    """A schedule that cannot run; the message names rank, position and instruction."""
+
+    @classmethod
+    def at(cls, schedule: Schedule, pp_rank: int, position: int, reason: str) -> Self:
+        """Return the error for one position of a rank's program, or for its end."""
+        program = schedule.programs[pp_rank]
+        instr = program[position] if position < len(program) else "end of the program"
+        return cls(
+            f"schedule {schedule.name}: rank {pp_rank} position {position} ({instr}): {reason}"
+        )
 
 
 def check(schedule: Schedule) -> None:

@@ -6,9 +6,8 @@ The instructions are those of torch.distributed.pipelining, and so is their text
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from mpipar.errors import UsageError
 from mpipar.pipeline.placements import PLACEMENTS
 
 COMPUTE_KINDS = frozenset(("F", "B", "I", "W", "OVERLAP_F_B"))
@@ -75,19 +74,6 @@ class Schedule:
         for stage, pp_rank in enumerate(self.stage_to_rank):
             held[pp_rank].append(stage)
         return tuple(map(tuple, held))
-
-
-class ScheduleError(UsageError):
-    """A schedule that cannot run; the message names rank, position and instruction."""
-
-    @classmethod
-    def at(cls, schedule: Schedule, pp_rank: int, position: int, reason: str) -> Self:
-        """Return the error for one position of a rank's program, or for its end."""
-        program = schedule.programs[pp_rank]
-        instr = program[position] if position < len(program) else "end of the program"
-        return cls(
-            f"schedule {schedule.name}: rank {pp_rank} position {position} ({instr}): {reason}"
-        )
 
 
 class Message(NamedTuple):

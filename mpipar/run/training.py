@@ -21,7 +21,7 @@ from mpipar.errors import (
 )
 from mpipar.ops.timed_ops import TimedOps
 from mpipar.pipeline.check import check
-from mpipar.run import resume
+from mpipar.run import checks, resume
 from mpipar.run.checkpoint import weights as checkpoint
 from mpipar.run.checkpoint.state import Saver
 from mpipar.run.console import tables as console
@@ -54,9 +54,7 @@ from mpipar.run.process.environment import host_name
 from mpipar.run.replicas import Replicas
 from mpipar.run.resolve import Inputs, compare_inputs
 from mpipar.run.trace.tracer import Tracer
-from mpipar.train import checks
 from mpipar.train.build import configured_schedule
-from mpipar.train.optim import warm_up_notes
 from mpipar.train.worker import StepVotes, Worker
 
 
@@ -89,7 +87,7 @@ class Run:
         """
         session, world, start = self.session, self.world, self.start
         first = next(iter(start.candidates), "")
-        checks = [
+        known = [
             (partial(resume.start_problems, start), UsageError),
             (tensorboard_problems, EnvironmentProblem),
             # World rank 0 alone checks the disk.
@@ -100,7 +98,7 @@ class Run:
                 parsed,
                 world.size,
                 session.host_rank,
-                checks,
+                known,
                 first,
                 machine_path,
             )
@@ -155,7 +153,7 @@ class Run:
             )
         )
         notes = [*self.start.notes, *missed, *self.inputs.notes]
-        for note in filter(None, (*notes, *warm_up_notes(config.train), session.held.note)):
+        for note in filter(None, (*notes, console.short_warm_up(config.train), session.held.note)):
             log(one_line(note))
         log(console.holdings(facts))
         if note := console.crowded(hosts, [one["cores"] for one in facts]):
@@ -260,7 +258,8 @@ class Run:
         session, steps = self.session, self.config.train.steps
         session.where = lambda: f"step {step}"
         with self.tracer.step(step):
-            result = self.worker.train_step(
+            result = checks.train_step(
+                self.worker,
                 step,
                 lambda mb: self.rows.train(step, mb),
                 lambda: StepVotes(

@@ -16,7 +16,7 @@ from mpipar.config.train import OPTIMIZERS, TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Param
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array
+from mpipar.ops.signature import AdamWStep, Array
 
 
 class Sgd:
@@ -72,21 +72,11 @@ class AdamW(Sgd):
 
     def update(self, flat: FlatParams, number: int, lr: float, step: int) -> None:
         config = self.config
+        by = AdamWStep(lr, config.beta1, config.beta2, config.eps, config.weight_decay, step)
         master, data, m, v = (pieces[number] for pieces in self.pieces[flat])
-        self.ops.adamw_runs(
-            master,
-            flat.reduced_grads[number],
-            m,
-            v,
-            flat.decay_runs[number],
-            lr=lr,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            step=step,
-            copy=data if flat.rounds else None,
-        )
+        copy = data if flat.rounds else None
+        grad, runs = flat.reduced_grads[number], flat.decay_runs[number]
+        self.ops.adamw_runs(master, grad, m, v, runs, by, copy)
 
 
 class Optimizer:
@@ -170,16 +160,3 @@ def fall(name: str, done: float) -> float:
     if name == "cosine":
         return 0.5 * (1 + math.cos(math.pi * done))
     return 1 - (math.sqrt(done) if name == "wsd" else done)
-
-
-def warm_up_notes(config: TrainConfig) -> list[str]:
-    """Return a note if the run ends within its warm-up."""
-    if config.warmup_steps <= config.steps or not config.steps:
-        return []
-    top = learning_rate(config, config.steps)
-    return [
-        (
-            f"the run ends within its warm-up of {config.warmup_steps} steps: the learning rate"
-            f" rises to {top:.2g} and never reaches {config.lr:g}"
-        )
-    ]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import astuple, dataclass
-from operator import attrgetter
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
 from mpipar.pipeline.engine import Engine, Key
 from mpipar.pipeline.lowering import forward_only
-from mpipar.train import build, non_finite
+from mpipar.train import build
 from mpipar.train.gradsync import all_reduce_scalars, masked_contribution
 from mpipar.train.loss_scale import LossScale
 from mpipar.train.optim import Optimizer, learning_rate
@@ -94,7 +93,7 @@ class Worker:
 
         Raises NonFiniteError on every rank, before any weight changes, if the loss is not finite.
         The same happens for a gradient that is not finite on any rank, unless the loss scale can
-        still be reduced. The error names tensors and ranks. Islands know only of their own ranks.
+        still be reduced. Islands know only of their own ranks.
         """
         start = perf_counter_ns()
         self.outer.begin()
@@ -103,10 +102,8 @@ class Worker:
         scale = self.loss_scale.value if self.loss_scale.dynamic else None
         skipped = self.loss_scale.dynamic and self.loss_scale.adapt(norm)
         if not math.isfinite(loss) or not (math.isfinite(norm) or skipped):
-            pieces_of = attrgetter("reduced_grads")
-            raise self.not_finite(
-                f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update",
-                non_finite.report(self.comms, self.stages, "gradient", pieces_of, self.losses),
+            raise NonFiniteError(
+                f"step {step}: loss {loss}, gradient norm {norm}: stopped before the update"
             )
         lr = learning_rate(self.config.train, number)
         if not skipped:
@@ -225,12 +222,6 @@ class Worker:
     def all_params(self) -> list[tuple[int, Param]]:
         """(stage, Param) of every whole tensor of the model, whatever this rank holds of it."""
         return all_params(self.config.model, self.stage_layers, self.ops.table_multiple)
-
-    def not_finite(self, what: str, where: Iterable[str] = ()) -> NonFiniteError:
-        """Return the error of a run whose numbers are not finite. where: more lines."""
-        other = ", or --dtype bfloat16: float16 ends at 65504" * self.loss_scale.dynamic
-        advice = f"try a smaller --lr (now {self.config.train.lr:g}) or a longer --warmup-steps"
-        return NonFiniteError([f"{what}; {advice}{other}", *where])
 
     def initialize(self, spread: float = 0.0) -> None:
         """Give every parameter its initial values: the same model on every layout.

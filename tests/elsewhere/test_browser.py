@@ -16,9 +16,9 @@ from report_cases import config_of, run_folder, told
 from trace_cases import blocking, busy_trace, pipeline_trace, trace, with_operations
 
 from mpipar.commands import schedule as command
-from mpipar.pipeline.check import check
+from mpipar.pipeline.check import ScheduleError, check
 from mpipar.pipeline.csv_format import read_csv
-from mpipar.pipeline.instructions import Instr, Schedule, ScheduleError, is_compute
+from mpipar.pipeline.instructions import Instr, Schedule, is_compute
 from mpipar.pipeline.schedules.catalog import (
     SCHEDULES,
     make_schedule,

@@ -24,14 +24,13 @@ from mpipar.comm.group import Comm
 from mpipar.comm.mpi import MpiTransport
 from mpipar.layers.norm import LayerNorm
 from mpipar.pipeline.engine import Engine
-from mpipar.run import resolve, resume, training
+from mpipar.run import checks, resolve, resume, training
 from mpipar.run.checkpoint import state, weights
 from mpipar.run.data import parts
 from mpipar.run.data.rows import Rows
 from mpipar.run.process import mpi, watchdog
 from mpipar.run.process.session import Session, guard
 from mpipar.study import report
-from mpipar.train import checks
 from mpipar.train.gradsync import GradSync
 from mpipar.train.optim import Optimizer
 from mpipar.train.worker import Worker

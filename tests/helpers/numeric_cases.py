@@ -12,6 +12,8 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from mpipar.ops.signature import AdamWStep
+
 WIDE = np.longdouble
 EPS = {np.dtype(np.float32): 2.0**-23, np.dtype(ml_dtypes.bfloat16): 2.0**-7}
 # Results below this count as it: beside them, a number that is too small for float32 is a rounding.
@@ -480,11 +482,12 @@ def updates_exact(case):
 def updates_ours(ops, case):
     plain, data, grad, again = case.on(ops, "data data grad data")
     m, v = (ops.zeros(case.grad.shape) for _ in range(2))
-    ops.sgd_step(plain, grad, ADAMW["lr"])
-    ops.adamw_step(data, grad, m, v, **ADAMW, step=1)
+    by = AdamWStep(**ADAMW, step=1)
+    ops.sgd_step(plain, grad, by.lr)
+    ops.adamw_step(data, grad, m, v, by)
     results = {"sgd": plain, "adamw": data, "m": m, "v": v}
     moments = [ops.zeros(case.grad.shape) for _ in range(2)]
-    ops.adamw_runs(again, grad, *moments, [(True, slice(0, data.size))], **ADAMW, step=1)
+    ops.adamw_runs(again, grad, *moments, [(True, slice(0, data.size))], by)
     for name, x in zip(("adamw", "m", "v"), (again, *moments), strict=True):
         results[f"{name} of runs"] = x
     return results

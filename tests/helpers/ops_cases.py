@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from mpipar.ops.array_ops import ArrayOps
+from mpipar.ops.signature import AdamWStep
 
 Sizes = namedtuple("Sizes", "batch tokens width inner heads head rows")
 SMALL = Sizes(batch=2, tokens=5, width=7, inner=9, heads=3, head=2, rows=11)
@@ -27,7 +28,7 @@ OPERANDS = {
     "attention_block_backward dk": 2,
     "attention_block_backward dv": 1,
 }
-ADAMW = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+ADAMW = AdamWStep(lr=0.01, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=3)
 
 
 def plain(dtype="float64"):
@@ -269,9 +270,9 @@ def updates(ops, make, sizes):
     data, grad, m, v = make.sums(size), make.sums(size), make.sums(size), make.positive(size)
     plain_data = make.sums(size)
     ops.sgd_step(plain_data, grad, 0.1)
-    ops.adamw_step(data, grad, m, v, **ADAMW)
+    ops.adamw_step(data, grad, m, v, ADAMW)
     state = make.sums(size), make.sums(size), make.sums(size), make.positive(size)
-    ops.adamw_runs(*state, runs_of(size), **ADAMW)
+    ops.adamw_runs(*state, runs_of(size), ADAMW)
     return {
         "sgd_step": plain_data,
         "adamw data": data,

@@ -21,6 +21,7 @@ from mpipar.config.run import RunConfig
 from mpipar.config.sections import Config
 from mpipar.config.train import TrainConfig
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.run.checks import train_step
 from mpipar.run.console.metrics import PeakMemory
 from mpipar.run.data import rows
 from mpipar.run.verify import compare_with_one_rank, one_rank_tensors, serial_config, step_tensors
@@ -132,7 +133,7 @@ def worker_and_rows(config, *, spread=0.0, part=None, **made):
 def worker_and_step(config):
     """This rank's Worker with its initial values, and a function: step -> StepResult."""
     worker, rows = worker_and_rows(config)
-    return worker, lambda step: worker.train_step(step, lambda mb: rows.train(step, mb))
+    return worker, lambda step: train_step(worker, step, lambda mb: rows.train(step, mb))
 
 
 def two_workers(config):

@@ -23,7 +23,7 @@ from mpipar.ops.cuda.epilogues import Epilogues
 from mpipar.ops.cuda.kernels import C_TYPES, OLDEST_DEVICE
 from mpipar.ops.cupy_ops import CupyOps
 from mpipar.ops.functions import FUNCTIONS, by_kernel
-from mpipar.ops.signature import Array, Function, Runs
+from mpipar.ops.signature import AdamWStep, Array, Function, Runs
 
 ROW_THREADS = 128  # threads that share a long row
 WARPS = 4  # of a block whose warps take a row each, as in rows.cuh
@@ -297,18 +297,11 @@ class FusedOps(AttentionOps):
         m: Array,
         v: Array,
         runs: Runs,
-        *,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float,
-        step: int,
+        by: AdamWStep,
         copy: Array | None = None,
     ) -> None:
-        """Update the flat float32 buffers data, m, v in one launch; step counts from 1.
+        """Update the flat float32 buffers data, m, v in one launch, with a row of the grid per run.
 
-        runs: (whether its weights decay, slice) of each part, with a row of the grid for each.
         copy: a flat 16-bit buffer that also receives the new data.
         """
         buffers = [self._in_place(x) for x in (data, grad, m, v)]
@@ -319,14 +312,14 @@ class FusedOps(AttentionOps):
         longest = int((table[:, 1] - table[:, 0]).max())
         blocks = min(ceil(longest / (ELEMENT_THREADS * ELEMENTS)), MOST_BLOCKS_OF_RUN)
         numbers = (
-            beta1,
-            1.0 - beta1,
-            beta2,
-            1.0 - beta2,
-            1.0 - lr * weight_decay,
-            lr / (1.0 - beta1**step),
-            (1.0 - beta2**step) ** -0.5,
-            eps,
+            by.beta1,
+            1.0 - by.beta1,
+            by.beta2,
+            1.0 - by.beta2,
+            by.kept,
+            by.rate,
+            by.root,
+            by.eps,
         )
         key = table.tobytes()
         if key not in self._tables:  # it stays on the device: every step uses the same ones

@@ -13,8 +13,10 @@ from mpipar.comm.record import Key, Sums, family
 from mpipar.config.grid import sizes_text
 from mpipar.config.model import ModelConfig
 from mpipar.config.text import counted
+from mpipar.config.train import TrainConfig
 from mpipar.models.decoder import CUT, ENTRY
 from mpipar.run.process.consistency import ranges
+from mpipar.train.optim import learning_rate
 
 WIDTH = 100  # characters per line of text
 BARRIER = ("axis", "barrier", "operation", "phase", "dtype", "calls/step", "bytes/step")
@@ -215,6 +217,16 @@ def step_line(steps: int, line: dict, seconds_per_step: float) -> str:
         f" {took} {short_count(per_second)} tok/s"
         f" comm {line['comm_share_mean']:.0%}"
         f" eta {eta}"
+    )
+
+
+def short_warm_up(config: TrainConfig) -> str | None:
+    """Return a note if the run ends within its warm-up."""
+    if config.warmup_steps <= config.steps or not config.steps:
+        return None
+    return (
+        f"the run ends within its warm-up of {config.warmup_steps} steps: the learning rate rises"
+        f" to {learning_rate(config, config.steps):.2g} and never reaches {config.lr:g}"
     )
 
 

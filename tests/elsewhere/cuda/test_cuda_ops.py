@@ -222,7 +222,7 @@ def test_the_update_writes_the_rounded_weights(rng, cupy, dtype):
     ops = make("cuda", dtype)
     master, grad, m, v = (cupy.asarray(rng.uniform(0.5, 2, 300).astype("f4")) for _ in range(4))
     rounded = ops.empty((300,))
-    ops.adamw_runs(master, grad, m, v, runs_of(300), **ADAMW | {"lr": 0.1}, copy=rounded)
+    ops.adamw_runs(master, grad, m, v, runs_of(300), ADAMW._replace(lr=0.1), rounded)
     assert (ops.to_host(rounded) == ops.to_host(master).astype(DTYPES[dtype])).all()
 
 

@@ -14,8 +14,8 @@ from small_model import (
 
 from mpipar.config.model import ModelConfig
 from mpipar.ops.numpy_ops import NumpyOps
+from mpipar.run.checks import evaluate
 from mpipar.run.generation import Sampling, continue_one
-from mpipar.train.checks import evaluate
 
 pytestmark = [pytest.mark.ranks(2, 4, 8), pytest.mark.usefixtures("poisoned_memory")]
 # 8 heads of width 3; 16 tokens are 2 pieces for each of up to 8 ranks.

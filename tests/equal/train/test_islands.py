@@ -21,10 +21,10 @@ from mpipar.comm.recorder import Recorder
 from mpipar.errors import DataError, DriftError, NonFiniteError
 from mpipar.run.checkpoint.manifest import committed_steps, read_manifest
 from mpipar.run.checkpoint.state import Saver, load_state
+from mpipar.run.checks import evaluate, train_step
 from mpipar.run.data import rows
 from mpipar.run.replicas import Replicas
 from mpipar.run.verify import full_tensors
-from mpipar.train.checks import evaluate
 from mpipar.train.outer import Outer
 from mpipar.train.worker import Worker
 
@@ -289,4 +289,4 @@ def test_a_bad_number_ends_its_island_and_names_its_ranks():
         worker.train_step(1, lambda mb: rows.train(1, mb))
         return
     with pytest.raises(NonFiniteError, match=rf"on rank {WORLD.size // 2} \(island1"):
-        worker.train_step(1, lambda mb: rows.train(1, mb))
+        train_step(worker, 1, lambda mb: rows.train(1, mb))

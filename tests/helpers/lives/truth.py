@@ -22,12 +22,12 @@ from mpipar.layers.stash import Batch
 from mpipar.models.on_shapes import all_params
 from mpipar.run.checkpoint import formats
 from mpipar.run.checkpoint import weights as checkpoint
+from mpipar.run.checks import evaluate
 from mpipar.run.data import parts, rows
 from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.generation import Sampling, best, draw
 from mpipar.run.resolve import Inputs
 from mpipar.run.verify import full_tensors, serial_config
-from mpipar.train.checks import evaluate
 from mpipar.train.worker import Worker
 from tests.helpers.lives.choices import LATER, STEPS, Case, settings_of
 

@@ -152,7 +152,7 @@ def assert_update_rounds_as_publish(ops, rng, smallest=0.0):
     ops.copy(flat.master, ops.asarray(numbers))
     grad, m, v = (ops.zeros(numbers.shape, ops.accum_dtype) for _ in range(3))
     runs = [(False, slice(0, len(numbers)))]
-    ops.adamw_runs(flat.master, grad, m, v, runs, **ADAMW, copy=flat.data)
+    ops.adamw_runs(flat.master, grad, m, v, runs, ADAMW, flat.data)
     updated = ops.to_host(flat.data).tobytes()
     assert ops.to_host(flat.master).tobytes() == numbers.tobytes()  # nothing moved the halves
     flat.copy_master_to_params()

@@ -61,7 +61,7 @@ def special_results(ops):
         np.zeros(96, ops.dtype),
         np.zeros(96, ops.dtype),
     ]
-    ops.adamw_step(*state, **ADAMW | {"step": 1})
+    ops.adamw_step(*state, ADAMW._replace(step=1))
     return {
         "gelu_forward": ops.gelu_forward(x),
         "gelu_backward": ops.gelu_backward_input(dy, x),

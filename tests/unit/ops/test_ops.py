@@ -280,7 +280,7 @@ def test_adamw_of_runs_is_the_formula_with_a_decay_for_each_number(ops, rng):
     first, second = 0.9 * m + 0.1 * grad, 0.95 * v + 0.05 * grad**2
     root = np.sqrt(second / (1 - 0.95**3)) + 1e-8
     expected = data * (1 - 0.01 * decay) - 0.01 * first / (1 - 0.9**3) / root
-    ops.adamw_runs(data, grad, m, v, runs, **ADAMW | {"weight_decay": 0.3})
+    ops.adamw_runs(data, grad, m, v, runs, ADAMW._replace(weight_decay=0.3))
     for one, wanted in ((data, expected), (m, first), (v, second)):
         assert_close(one, wanted, 1e-12, "AdamW")
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from schedule_cases import Refused, compute, counts, emulate
 
 from mpipar.errors import UsageError
-from mpipar.pipeline.check import check, check_lanes
+from mpipar.pipeline.check import ScheduleError, check, check_lanes
 from mpipar.pipeline.csv_format import parse_instruction, read_csv, write_csv
-from mpipar.pipeline.instructions import Instr, Schedule, ScheduleError
+from mpipar.pipeline.instructions import Instr, Schedule
 from mpipar.pipeline.lowering import forward_only, lower
 from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
 from mpipar.study.schedules.simulate import Costs, simulate

@@ -23,9 +23,9 @@ from trace_cases import pipeline_trace
 from mpipar import cli
 from mpipar.commands import schedule as command
 from mpipar.errors import OutputError, UsageError
+from mpipar.pipeline.check import ScheduleError
 from mpipar.pipeline.csv_format import parse_instruction
 from mpipar.pipeline.instructions import (
-    ScheduleError,
     is_compute,
     neighbours,
     parts,

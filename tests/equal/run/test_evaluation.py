@@ -18,8 +18,8 @@ from small_model import (
 )
 
 from mpipar.pipeline.engine import Engine
+from mpipar.run import checks
 from mpipar.run.data.parts import evaluated
-from mpipar.train import checks
 
 CONTEXT = replace(MODEL, d_model=24, heads=8, seq_len=16)
 # (ranks, layout, what else): every axis and kind of schedule.
