@@ -1,4 +1,4 @@
-"""The wire: the only module that moves data between ranks.
+"""The wire: each barrier and message of a step is a call of a `Comm`.
 
 There is one `Comm` per group; `groups.py` makes them. Each call has a `name=`, under which a reader
 finds the barrier in tables and traces, and appends one record. In a group of one it does nothing,

@@ -21,10 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 POLLS_BEFORE_SLEEP = 20  # no sleep for a message that has nearly arrived
-SLEEP_SECONDS, MOST_SLEEP_SECONDS = (
-    50e-6,
-    200e-6,
-)  # the first sleep between two polls, and the longest
+SLEEP_SECONDS, MOST_SLEEP_SECONDS = 50e-6, 200e-6  # the first between two polls, and the longest
 
 
 class PollingRequest:

@@ -3,7 +3,8 @@
 It knows neither MPI nor other hosts' clocks. An operation's entry is opened when the operation is
 posted and closed when it is done, so a record whose `done_ns` is 0 is the operation that this rank
 is currently in. Entries are kept in a ring of the newest ones. The counters beside the ring never
-overflow, and the tables of a run come from them. Readers get the values of `record.py`.
+overflow, and the tables of a run come from them. Readers get the values of `record.py`. Who waited
+for whom follows from the traces of all ranks: `study/trace/waits.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, TypeAlias, TypeVar
 from mpipar.comm.record import NO_SUMS, Key, Record, Span, Sums, line_of, wire_bytes
 
 # Modules that cross barriers for a layer, or for a group.
-CUTS = ("mpipar.layers.parallel", "mpipar.comm.algorithms", "mpipar.comm.group")
+BELOW_SITE = ("mpipar.layers.parallel", "mpipar.comm.algorithms", "mpipar.comm.group")
 # An entry is a list that belongs to one operation; `Record` says what its parts mean. It must cost
 # next to nothing, so whatever the calls of one line have in common is in its last part, the tally.
 # Only this file and group.py know these positions. Readers get a Record.
@@ -95,7 +96,7 @@ NO_ENTRY: Entry = [0] * TALLY + [Tally()]  # of every call in a group of one: ne
 def site_of(frame: FrameType) -> tuple[int, FrameType]:
     """Return the site beyond the cuts for a caller `frame` of a group: (frames out, its frame)."""
     site, depth = frame, 0
-    while site.f_globals.get("__name__", "").startswith(CUTS) and site.f_back is not None:
+    while site.f_globals.get("__name__", "").startswith(BELOW_SITE) and site.f_back is not None:
         site, depth = site.f_back, depth + 1
     return depth, site
 

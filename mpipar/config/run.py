@@ -8,7 +8,7 @@ from mpipar.config.presets import PRESETS
 from mpipar.config.setting import setting
 
 RUNS = Path("runs")  # parent of run folders that --out does not name
-SUMS = ("mpi", "ring", "doubling", "halves", "window")  # of --all-reduce
+ALL_REDUCES = ("mpi", "ring", "doubling", "halves", "window")  # of --all-reduce
 # How the text at the end begins, and the temperature of its draws; `generate` takes others.
 PROMPT, TEMPERATURE = "The ", 0.5
 NEVER, AUTO = "never", "auto"  # of --resume
@@ -89,7 +89,7 @@ class RunConfig:
         "mpi",
         "all-reduce algorithm: mpi = the library's own; mpipar net --via algorithms shows which is"
         " fastest",
-        choices=SUMS,
+        choices=ALL_REDUCES,
     )
     check_comm: bool = setting(
         False, "before each collective, check that all ranks of the group make the same call"

@@ -44,7 +44,7 @@ class TrainConfig:
         only=("lr_schedule", "cosine", "linear", "wsd"),
     )
     weight_decay: float = setting(
-        0.1, "decoupled weight decay, multiplied by lr; applies to matrices only", low=0.0
+        0.1, "decoupled weight decay, multiplied by lr; not of biases and norms", low=0.0
     )
     beta1: float = setting(
         0.9, "AdamW: decay rate of the first moment", low=0.0, below=1.0, only=OF_ADAMW

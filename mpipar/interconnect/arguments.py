@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpipar.config.run import SUMS
+from mpipar.config.run import ALL_REDUCES
 from mpipar.config.setting import positional, setting, switch
 from mpipar.config.text import shown
 from mpipar.errors import UsageError, UserError, suggestion
@@ -15,7 +15,7 @@ CASES = (
 VERBS = {"vet": "name slow hosts and links", "show": "show a result", "compare": "compare two"}
 ROUTINGS = ("uniform", "hot", "one-hot", "zipf", "adversarial")
 VIAS = ("comm", "mpi4py", "c", "algorithms")
-BY = tuple(f"by {name}" for name in SUMS if name != "mpi")
+BY = tuple(f"by {name}" for name in ALL_REDUCES if name != "mpi")
 START = "mpiexec -n 2"
 LARGEST = 1 << 40
 

@@ -1,4 +1,7 @@
-"""The linear layers by cut: a row of LINEARS is a class of layers/parallel."""
+"""The linear layers by cut: a row of LINEARS is a class of layers/parallel.
+
+Which one a product of the decoder has: `models.decoder.linears_of`.
+"""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ Each stage has a flat buffer of gradients for each set of groups over which they
 are partial over the data group only, the ranks that read different tokens (dp x cp). These are
 divided into buckets, each within one unit, and a unit's all-reduces start as soon as its last
 weight gradient is done, while the units below it and other stages still compute. Others are also
-partial over a further group, such as the two ends of the pipeline that hold a tied table. They are
-summed after everything else, over that group last, because an earlier sum would make one member
-wait for the other's backward pass.
+partial over a further group: a tied table over the two ends of the pipeline (`tie`, see
+`build.groups_of`), norms over tp where its ranks hold different tokens (`Param.partial_groups`).
+They are summed after everything else, over that group last, because an earlier sum would make one
+member wait for the other's backward pass.
 
 Where gradients are sharded over the data group, `train/zero.py` sums them.
 """
@@ -164,7 +165,7 @@ def masked_contribution(value: float, counts: bool) -> float:
 def all_reduce_scalars(
     ops: Ops, comms: Comms, values: list[float], name: str, group: str = "world"
 ) -> list[float]:
-    """Sum a few numbers over all ranks of a group: the only scalar barrier of a step.
+    """Return the sums of a few numbers over all ranks of a group.
 
     Comm: one all_reduce over the group.
     """

@@ -62,10 +62,9 @@ class StepResult:
     """What all ranks know after a step.
 
     loss: mean in nats per token. grad_norm: of the whole gradient. votes: the decision of all
-    ranks.
-
-    loss_scale: of this step's backward pass, None where nothing is scaled. skipped: whether the
-    gradients overflowed on some rank, so that no weight has changed.
+    ranks. loss_scale: of this step's backward pass, None where nothing is scaled. skipped: whether
+    the gradients overflowed on some rank, so that no weight has changed. What is shown of a step:
+    `run.console.metrics` and `step_line` in `run.console.tables`.
     """
 
     step: int
@@ -133,8 +132,8 @@ class Worker:
         mean loss over the global batch, on every rank that holds the parameter. If a gradient is
         not finite on any rank, the norm is not finite on all of them. votes() returns this rank's
         StepVotes; it is called as late as possible, because a step may take minutes.
-        Comm: the schedule's sends and receives, the layers' barriers, data (and tie) sums,
-        and one all_reduce of five numbers over all ranks that take the step together.
+        Comm: the schedule's sends and receives, the layers' barriers, the sums of gradients, and
+        one all_reduce of five numbers over all ranks that take the step together.
         """
         self.recorder.step = step
         self.gradsync.zero()

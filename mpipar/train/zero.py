@@ -1,10 +1,10 @@
 """ZeRO: shards what all ranks of a data group would otherwise hold as copies (arXiv 1910.02054).
 
-Level 1 shards master weights and moments: each rank sums and updates its own pieces, and gathers
-the updated weights. Level 3 shards weights and gradients too, and each unit's weights are gathered
-just before a pass needs them. Three parts: `ShardedFlatParams` holds pieces,
-`ReduceScatterGradSync` and `ShardedGradSync` sum gradients into them, `FullyShardedUnits` and
-`ReshardAfterStep` gather weights.
+Level 1 shards master weights and moments: each rank sums and updates its own pieces, and
+`Optimizer.step` gathers the updated weights. Level 3 shards weights and gradients too, and each
+unit's weights are gathered just before a pass needs them. Three parts: `ShardedFlatParams` holds
+pieces, `ReduceScatterGradSync` and `ShardedGradSync` sum gradients into them, `FullyShardedUnits`
+and `ReshardAfterStep` gather weights.
 
 A flat buffer is divided into *segments*, and each segment into equal pieces, one for each rank of
 the group. A rank owns its piece of every segment: it updates these numbers, and no other does.

@@ -16,7 +16,7 @@ from small_model import EXPERTS, MODEL, small_config
 
 from mpipar.config.model import ModelConfig, model_config
 from mpipar.config.resolve import resolve
-from mpipar.config.run import SUMS
+from mpipar.config.run import ALL_REDUCES
 from mpipar.errors import UserError
 from mpipar.models import decoder
 from mpipar.pipeline.schedules.catalog import SCHEDULES
@@ -101,7 +101,7 @@ CHOICES = {
     "recompute": [None, "block", "attention"],
     "zero": [0, 1, 3],
     "reshard_after_forward": [None, "no"],
-    "all_reduce": [None, *SUMS[1:]],
+    "all_reduce": [None, *ALL_REDUCES[1:]],
 }
 
 

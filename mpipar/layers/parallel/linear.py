@@ -67,7 +67,7 @@ class Linear(ABC):
             self.weights.append(
                 Param(context, f"{tensor}.w", whole, placement={group: axis}, std=std, axes=axes)
             )
-            if bias:
+            if bias:  # a whole one has one owner, which norms and files count: `Param.owner`
                 placement = {group: out_axis} if self.bias_is_cut else {}
                 self.biases.append(
                     Param(context, f"{tensor}.b", shape, fill=0.0, decay=False, placement=placement)

@@ -22,12 +22,12 @@ from mpipar.comm.groups import Comms
 from mpipar.comm.mpi import MpiTransport
 from mpipar.comm.recorder import Recorder
 from mpipar.comm.transport import Done
-from mpipar.config.run import SUMS
+from mpipar.config.run import ALL_REDUCES
 from mpipar.errors import EnvironmentProblem, HangError
 
 pytestmark = [pytest.mark.ranks(2, 3, 4), pytest.mark.usefixtures("poisoned_memory")]
 RANKS, HERE = WORLD.size, WORLD.rank
-NAMES = [*SUMS]
+NAMES = [*ALL_REDUCES]
 # One element, fewer than ranks, odd ones, and more than a tile of the window.
 LENGTHS = (1, 2, 7, 1001, TILE // 8 * 2 + 3)
 # Four ranks share two cores in most places: there the slow sessions run the rest.

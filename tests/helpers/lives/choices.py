@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from mpipar.config.run import SUMS
+from mpipar.config.run import ALL_REDUCES
 from mpipar.errors import UserError
 from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.run.files.settings import ParsedConfig, over
@@ -79,7 +79,7 @@ CHOICES = {
     "eval_tokens": (None, 50),
     "sample_tokens": (3, None, 0),
     "check_comm": (None, True),
-    "all_reduce": (None, *SUMS[1:]),
+    "all_reduce": (None, *ALL_REDUCES[1:]),
     "check_replicas": (None, 1, 0),
     "trace": (None, "2:3"),
     "memory_limit": (None, 1 << 30),
