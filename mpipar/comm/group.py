@@ -92,10 +92,7 @@ class Comm:
         recorder: Recorder,
         check: CollectiveCheck | None = None,
     ):
-        self.axis = axis
-        self.ranks = ranks
-        self.index = index
-        self.size = len(ranks)
+        self.axis, self.ranks, self.index, self.size = axis, ranks, index, len(ranks)
         self.transport = transport or SelfTransport()
         self.recorder, self.check = recorder, check
         self.collectives = self.messages = 0  # calls so far; every member has made as many of these
@@ -143,21 +140,8 @@ class Comm:
             self.collectives = seq = self.collectives + 1
         else:
             self.messages = seq = self.messages + 1
-        now = perf_counter_ns()
-        entry = [
-            now,
-            now,
-            0,
-            seq,
-            peer,
-            tag,
-            payload,
-            tally.sent,
-            recorder.step,
-            recorder.stage,
-            recorder.mb,
-            tally,
-        ]
+        now, where = perf_counter_ns(), (recorder.step, recorder.stage, recorder.mb)
+        entry = [now, now, 0, seq, peer, tag, payload, tally.sent, *where, tally]
         recorder.entries.append(entry)
         if self.check is not None and tag < 0:
             self.check(as_record(entry))

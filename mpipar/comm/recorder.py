@@ -225,19 +225,8 @@ class Recorder:
     ) -> Tally:
         """Return the tally of a call from this frame; a new one for a line that had none."""
         depth, site = site_of(frame)
-        line = (
-            operation,
-            name,
-            axis,
-            group_size,
-            dtype,
-            self.phase,
-            frame.f_code,
-            frame.f_lasti,
-            depth,
-            site.f_code,
-            site.f_lasti,
-        )
+        places = frame.f_code, frame.f_lasti, depth, site.f_code, site.f_lasti
+        line = operation, name, axis, group_size, dtype, self.phase, *places
         return self.tallies.setdefault(line, Tally(*line))
 
     def span(self, kind: str, start: Any, stage: int = -1, mb: int = -1, end: Any = None) -> None:

@@ -323,11 +323,7 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         best[..., 0], best[..., 1] = -np.inf, start
         if take:
             top = valid.max(axis=1)
-            last = (
-                top
-                if take == 1
-                else (xp.partition(valid, columns - take, axis=1)[:, columns - take])
-            )
+            last = xp.partition(valid, columns - take, axis=1)[:, columns - take]
             for row in range(len(valid)):
                 # Only logits that reach the last place are sorted, including all that equal it.
                 ids = xp.nonzero(valid[row] >= last[row])[0]

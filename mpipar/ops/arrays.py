@@ -6,17 +6,28 @@ The rules of all formulas are in `array_ops`.
 from collections.abc import Sequence
 from time import perf_counter_ns
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipar.ops.signature import AdamWStep, Array, Runs, Shape, memory, shapes
+from mpipar.ops.signature import Array, Runs, Shape, memory, shapes
 
 if TYPE_CHECKING:
     from mpipar.ops.cupy_copies import Copies
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd: its multiples are spread evenly
+
+
+class AdamWStep(NamedTuple):
+    """The numbers of one AdamW update. step: counts from 1."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
 
 
 class Arrays:
@@ -242,11 +253,11 @@ class Arrays:
         v *= cast(by.beta2)
         v += part
         self.xp.sqrt(v, out=part)
-        part *= cast(by.root)
+        part *= cast((1.0 - by.beta2**by.step) ** -0.5)
         part += cast(by.eps)
         self.xp.divide(m, part, out=part)
-        part *= cast(by.rate)
-        data *= cast(by.kept)
+        part *= cast(by.lr / (1.0 - by.beta1**by.step))
+        data *= cast(1.0 - by.lr * by.weight_decay)
         data -= part
         if copy is not None:
             self.copy(copy, data)

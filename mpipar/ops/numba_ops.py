@@ -14,9 +14,10 @@ from numpy.typing import DTypeLike
 
 from mpipar.cache import cache_folder
 from mpipar.errors import EnvironmentProblem
+from mpipar.ops.arrays import AdamWStep
 from mpipar.ops.functions import by_kernel
 from mpipar.ops.numpy_ops import NumpyOps
-from mpipar.ops.signature import AdamWStep, Array, Function
+from mpipar.ops.signature import Array, Function
 
 # Functions that have a kernel of the same name in `numba_kernels`, which is one pass over memory.
 CHAINS = (
@@ -90,7 +91,9 @@ class NumbaOps(NumpyOps):
         self, data: Array, grad: Array, m: Array, v: Array, by: AdamWStep, copy: Array | None = None
     ) -> None:
         """Update data, m, v in place as `ArrayOps.adamw_step` does."""
-        factors = map(self.scalar, (by.beta1, by.beta2, by.eps, by.kept, by.root, by.rate))
+        root, rate = (1.0 - by.beta2**by.step) ** -0.5, by.lr / (1.0 - by.beta1**by.step)
+        decay = 1.0 - by.lr * by.weight_decay
+        factors = map(self.scalar, (by.beta1, by.beta2, by.eps, decay, root, rate))
         self.kernels.adamw_step(data, grad, m, v, *factors)
         if copy is not None:
             self.copy(copy, data)

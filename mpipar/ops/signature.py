@@ -34,32 +34,6 @@ PART = re.compile(r"(\w+)(?:\[([\w.]*)\])?(\+?)(\??)(?:=(\w))?(?::(\w+))?")
 DIGITS = {str(size): size for size in range(10)}
 
 
-class AdamWStep(NamedTuple):
-    """The numbers of one AdamW update. step: counts from 1."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    step: int
-
-    @property
-    def kept(self) -> float:
-        """What decoupled weight decay leaves of a weight."""
-        return 1.0 - self.lr * self.weight_decay
-
-    @property
-    def rate(self) -> float:
-        """The learning rate, corrected for the first moment's start at zero."""
-        return self.lr / (1.0 - self.beta1**self.step)
-
-    @property
-    def root(self) -> float:
-        """The factor of the second moment's root that corrects for its start at zero."""
-        return float((1.0 - self.beta2**self.step) ** -0.5)
-
-
 class Part(NamedTuple):
     """An argument or a result. dims: ("..", "K"), or None if it is not an array. kind: its mark."""
 

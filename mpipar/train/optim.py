@@ -15,8 +15,9 @@ from mpipar.comm.groups import Comms
 from mpipar.config.train import OPTIMIZERS, TrainConfig
 from mpipar.layers.flat import FlatParams
 from mpipar.layers.param import Param
+from mpipar.ops.arrays import AdamWStep
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import AdamWStep, Array
+from mpipar.ops.signature import Array
 
 
 class Sgd:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from mpipar.ops.signature import AdamWStep
+from mpipar.ops.arrays import AdamWStep
 
 WIDE = np.longdouble
 EPS = {np.dtype(np.float32): 2.0**-23, np.dtype(ml_dtypes.bfloat16): 2.0**-7}

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 
 from mpipar.ops.array_ops import ArrayOps
-from mpipar.ops.signature import AdamWStep
+from mpipar.ops.arrays import AdamWStep
 
 Sizes = namedtuple("Sizes", "batch tokens width inner heads head rows")
 SMALL = Sizes(batch=2, tokens=5, width=7, inner=9, heads=3, head=2, rows=11)

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 from mpipar.ops.array_ops import valid_columns
-from mpipar.ops.arrays import as_rows
+from mpipar.ops.arrays import AdamWStep, as_rows
 from mpipar.ops.cuda.attention import AttentionOps
 from mpipar.ops.cuda.epilogues import Epilogues
 from mpipar.ops.cuda.kernels import C_TYPES, OLDEST_DEVICE
 from mpipar.ops.cupy_ops import CupyOps
 from mpipar.ops.functions import FUNCTIONS, by_kernel
-from mpipar.ops.signature import AdamWStep, Array, Function, Runs
+from mpipar.ops.signature import Array, Function, Runs
 
 ROW_THREADS = 128  # threads that share a long row
 WARPS = 4  # of a block whose warps take a row each, as in rows.cuh
@@ -316,9 +316,9 @@ class FusedOps(AttentionOps):
             1.0 - by.beta1,
             by.beta2,
             1.0 - by.beta2,
-            by.kept,
-            by.rate,
-            by.root,
+            1.0 - by.lr * by.weight_decay,
+            by.lr / (1.0 - by.beta1**by.step),
+            (1.0 - by.beta2**by.step) ** -0.5,
             by.eps,
         )
         key = table.tobytes()
