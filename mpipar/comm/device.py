@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpipar.comm.mpi import MpiTransport
 from mpipar.comm.transport import Counts, Done, Exchanged, Request
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array
+from mpipar.ops.signature import Array, DeviceArray
 
 if TYPE_CHECKING:
     from mpipar.ops.cupy_copies import Copies
@@ -31,7 +31,7 @@ class DeviceToHostSend:
     """
 
     def __init__(
-        self, copies: Copies, x: Array, post: Callable[[Array], Request], host: Array = None
+        self, copies: Copies, x: Array, post: Callable[[Array], Request], host: Array | None = None
     ):
         self.copies, self.post = copies, post
         self.request: Request | None = None
@@ -106,15 +106,17 @@ class StagedTransport:
     def close(self) -> None:
         self.host.close()
 
-    def _to_host(self, x: Array) -> Array:
+    def _to_host(self, x: DeviceArray) -> Array:
         """Return x in host memory, for a call that blocks in MPI.
 
         All pending copies are finished first, because nothing here could finish them meanwhile.
         """
         self.copies.hand_over(wait=True)
-        return self.ops.to_pinned(x)
+        host = self.ops.pinned(x.shape, x.dtype)
+        x.get(out=host)
+        return host
 
-    def _to_device(self, host: Array, x: Array) -> None:
+    def _to_device(self, host: Array, x: DeviceArray) -> None:
         """Copy host to x and wait.
 
         CuPy only queues the copy. Host memory that is released before the copy runs could already
@@ -135,7 +137,7 @@ class StagedTransport:
         self._to_device(host, x)
 
     def _leave(
-        self, x: Array, post: Callable[[Array], Request], host: Array = None
+        self, x: Array, post: Callable[[Array], Request], host: Array | None = None
     ) -> DeviceToHostSend:
         leaving = DeviceToHostSend(self.copies, x, post, host)
         if self.host.options.check:  # --check-comm blocks in MPI before each collective

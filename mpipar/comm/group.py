@@ -17,7 +17,7 @@ from collections.abc import Callable
 from sys import _getframe
 from time import perf_counter_ns
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpipar.comm.collective_check import CollectiveCheck
 from mpipar.comm.recorder import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike
 
 IN_ORDER = SimpleNamespace(c_contiguous=True)
-NOTHING = SimpleNamespace(dtype="", flags=IN_ORDER)  # what a barrier sends
+NOTHING: Any = SimpleNamespace(dtype="", flags=IN_ORDER)  # what a barrier sends
 
 
 class Pending:

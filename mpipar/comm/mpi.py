@@ -84,8 +84,7 @@ class MpiTransport:
         self.mpi.Allreduce(self.in_place, x, self.reduce_ops[op])
 
     def iall_reduce(self, x: Array) -> Request:
-        request: Request = self.mpi.Iallreduce(self.in_place, x)
-        return request
+        return self.mpi.Iallreduce(self.in_place, x)
 
     def all_gather(self, x: Array, group_size: int) -> Array:
         y = self.new((group_size, *x.shape), x.dtype)
@@ -93,8 +92,7 @@ class MpiTransport:
         return y
 
     def iall_gather(self, x: Array) -> Request:
-        request: Request = self.mpi.Iallgather(self.in_place, x)
-        return request
+        return self.mpi.Iallgather(self.in_place, x)
 
     def reduce_scatter(self, x: Array) -> Array:
         y = self.new(x.shape[1:], x.dtype)
@@ -102,8 +100,7 @@ class MpiTransport:
         return y
 
     def ireduce_scatter(self, x: Array) -> Request:
-        request: Request = self.mpi.Ireduce_scatter_block(self.in_place, x)
-        return request
+        return self.mpi.Ireduce_scatter_block(self.in_place, x)
 
     def all_to_all(self, x: Array) -> Array:
         y = self.new(x.shape, x.dtype)

@@ -27,7 +27,7 @@ from mpipar.comm.grid import consecutive_slices
 from mpipar.comm.mpi import MpiTransport
 from mpipar.comm.transport import Counts, Exchanged, Request
 from mpipar.ops.functions import Ops
-from mpipar.ops.signature import Array, Shape
+from mpipar.ops.signature import Array, DeviceArray, Shape
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -217,7 +217,7 @@ class NcclTransport(StagedTransport):
         super().close()
 
 
-def address(x: Array) -> int:
+def address(x: DeviceArray) -> int:
     """Return the address at which an array begins; it must be contiguous."""
     assert x.flags.c_contiguous, (x.shape, x.strides)
     place: int = x.data.ptr

@@ -86,23 +86,16 @@ class Attention:
     def backward_weight(self, stash: Stash) -> None:
         """Accumulate the gradients of both products.
 
-        Comm: one all_reduce of dk and dv over kv.
+        Comm: one all_reduce of dk and dv over kv, the ranks that share these heads.
         """
         self.proj.backward_weight(stash)
-        # Not earlier: dx is summed over all of tp, so each part must count once there. The sum is
-        # written to the view that qkv reads as its dy.
-        self._sum_shared(stash.pop((self.name, "dkv")))
-        self.qkv.backward_weight(stash)
-
-    def _sum_shared(self, dkv: Array) -> None:
-        """Sum dk and dv, a view with gaps, in place over the ranks that share these heads.
-
-        Comm: one all_reduce over kv, if there are several.
-        """
+        dkv = stash.pop((self.name, "dkv"))  # a view with gaps, which qkv reads as a part of its dy
         if self.kv.size > 1:
+            # Not earlier: dx is summed over all of tp, so each part must count once there.
             whole = self.ops.empty(dkv.shape, dkv.dtype, label="buffers")
             self.ops.copy(whole, dkv)
             self.ops.copy(dkv, self.kv.all_reduce(whole, f"{self.name}.kv"))
+        self.qkv.backward_weight(stash)
 
     def _by_head(self, x: Array) -> Array:
         """Return the view (B, T, heads, d) of x (B, T, heads * d)."""

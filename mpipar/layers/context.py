@@ -15,10 +15,10 @@ from mpipar.layers.flat import FlatParams
 from mpipar.layers.parallel.allgather_attention import AllGatherAttention
 from mpipar.layers.parallel.linear import ReplicatedTokens
 from mpipar.layers.parallel.local_attention import LocalAttention
-from mpipar.layers.parallel.recomputed_attention import RecomputedAttention
 from mpipar.layers.parallel.ring_attention import RingAttention
 from mpipar.layers.parallel.ulysses_attention import UlyssesAttention
 from mpipar.layers.param import ALONE, Copies
+from mpipar.layers.recompute import RecomputedAttention
 from mpipar.ops.functions import Ops
 
 

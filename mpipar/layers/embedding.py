@@ -34,7 +34,7 @@ class TokenEmbedding:
         y = self.ops.embedding_forward(stash.batch.tokens, self.tokens.data, self.start)
         return self.token_layout.scatter(y, self.name)
 
-    def backward_input(self, dy: Array, stash: Stash) -> Array:
+    def backward_input(self, dy: Array, stash: Stash) -> Array:  # type: ignore[return]
         """Keep dy for the tables; no layer below needs a gradient."""
         stash[self.name, "dy"] = dy
 

@@ -53,25 +53,19 @@ class Router:
         self.w = Param(
             context, f"{name}.w", (self.experts, config.d_model), std=std, partial_groups=("tp",)
         )
-        self.params = [self.w]
         self.bias = None
         if config.router_balance == "bias":
             self.bias = Param(
-                context,
-                f"{name}.bias",
-                (self.experts,),
-                fill=0.0,
-                decay=False,
-                role="signs",
+                context, f"{name}.bias", (self.experts,), fill=0.0, decay=False, role="signs"
             )
-            self.params.append(self.bias)
+        self.params = [self.w, *filter(None, [self.bias])]
 
     def forward(self, x: Array, stash: Stash) -> Choice:
         """Return the Choice for x (N, D)."""
         logits = self.ops.router_forward(x, self.w.data)
         choice = Choice(
             *self.ops.choice_forward(
-                logits, self.config.experts_per_token, self.bias and self.bias.data
+                logits, self.config.experts_per_token, None if self.bias is None else self.bias.data
             )
         )
         stash[self.name, "x"], stash[self.name, "logits"] = x, logits
@@ -143,11 +137,6 @@ class MixtureOfExperts:
         )
         self.params = [*self.router.params, self.up, self.down]
 
-    def _up(self, kind: str) -> Array:
-        """Return the weights or gradients of the first product here, (E/q, F, D): a view."""
-        w = getattr(self.up, kind)
-        return w.reshape(len(w), -1, w.shape[-1])
-
     def forward(self, x: Array, stash: Stash) -> Array:
         """Return y (B, T, D) of x (B, T, D).
 
@@ -173,7 +162,7 @@ class MixtureOfExperts:
         choice = self.router.forward(x, stash)
         plan = self.dispatch.plan(choice)
         rows = self.dispatch.rows(x, plan)  # (R, D)
-        h = self.ops.grouped_matmul_nt(rows, self._up("data"), plan.counts)
+        h = self.ops.grouped_matmul_nt(rows, _matrices(self.up.data), plan.counts)
         if self.gated:
             h = h.reshape(len(h), 2, h.shape[1] // 2)  # there may be no row
         stash[self.name, "plan"], stash[self.name, "x"], stash[self.name, "h"] = plan, rows, h
@@ -204,7 +193,7 @@ class MixtureOfExperts:
             dh, a = ops.gelu_backward_input(da, h), ops.gelu_forward(h)
         dprobs = dispatch.factors_back(ops.row_dots(da, a), plan)
         dh, dy = ops.scale_rows(dh, factors), ops.scale_rows(dy, factors)
-        rows = ops.grouped_matmul(dh, self._up("data"), plan.counts)
+        rows = ops.grouped_matmul(dh, _matrices(self.up.data), plan.counts)
         dx = dispatch.combine(rows, plan, weighted=False)
         dx = ops.accumulate(dx, self.router.backward_input(dprobs, stash))
         stash[name, "dh"], stash[name, "a"], stash[name, "dy"] = dh, a, dy
@@ -215,6 +204,11 @@ class MixtureOfExperts:
         """Accumulate the gradients of the router and of this rank's experts."""
         x, a, counts = (stash.pop((self.name, kind)) for kind in ("x", "a", "counts"))
         dh, dy = stash.pop((self.name, "dh")), stash.pop((self.name, "dy"))
-        self.ops.grouped_matmul_tn_add(dh, x, self._up("grad"), counts)
+        self.ops.grouped_matmul_tn_add(dh, x, _matrices(self.up.grad), counts)
         self.ops.grouped_matmul_tn_add(dy, a, self.down.grad, counts)
         self.router.backward_weight(stash)
+
+
+def _matrices(w: Array) -> Array:
+    """Return the view (E/q, F, D) or, of gate and up, (E/q, 2 F, D) of the first products."""
+    return w.reshape(len(w), -1, w.shape[-1])

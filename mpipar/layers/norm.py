@@ -6,6 +6,7 @@ Letters: B batch, T tokens, D model width.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 from mpipar.layers.context import Context
 from mpipar.layers.param import Param
@@ -13,6 +14,11 @@ from mpipar.layers.recompute import recompute
 from mpipar.layers.stash import Layer, Stash
 from mpipar.ops.functions import Ops
 from mpipar.ops.signature import Array
+
+# forward, which returns y and statistics, backward_input and backward_weight
+Functions: TypeAlias = tuple[
+    Callable[..., tuple[Array, ...]], Callable[..., Array], Callable[..., None]
+]
 
 
 class Norm:
@@ -24,7 +30,7 @@ class Norm:
     """
 
     fills: tuple[tuple[str, float], ...]
-    _functions: Callable[[Ops], tuple[Callable[..., Array], ...]]
+    _functions: Callable[[Ops], Functions]
 
     def __init__(self, context: Context, name: str, d_model: int, eps: float = 1e-5) -> None:
         self.ops, self.name, self.eps = context.ops, name, eps
@@ -68,7 +74,7 @@ class LayerNorm(Norm):
 
     fills = ("w", 1.0), ("b", 0.0)
 
-    def _functions(self, ops: Ops) -> tuple[Callable[..., Array], ...]:
+    def _functions(self, ops: Ops) -> Functions:
         return (ops.layernorm_forward, ops.layernorm_backward_input, ops.layernorm_backward_weight)
 
 
@@ -77,7 +83,7 @@ class RMSNorm(Norm):
 
     fills = (("w", 1.0),)
 
-    def _functions(self, ops: Ops) -> tuple[Callable[..., Array], ...]:
+    def _functions(self, ops: Ops) -> Functions:
         return ops.rmsnorm_forward, ops.rmsnorm_backward_input, ops.rmsnorm_backward_weight
 
 

@@ -33,8 +33,7 @@ class Batch:
 
     @property
     def shape(self) -> Shape:
-        shape: Shape = self.tokens.shape
-        return shape
+        return self.tokens.shape
 
 
 class Stash(dict[tuple[Any, str], Any]):

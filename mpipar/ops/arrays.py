@@ -88,11 +88,6 @@ class Arrays:
         return np.empty(shape, dtype)
 
     @memory
-    def to_pinned(self, x: Array) -> np.ndarray:
-        """Return x in such a host array (on the CPU: x itself)."""
-        return self.to_host(x)
-
-    @memory
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done (on the CPU: nothing is queued)."""
 
@@ -136,12 +131,12 @@ class Arrays:
         return parts.sum(axis=0, out=total)
 
     @shapes("x[..] -> total:host", exact=True)
-    def sum(self, x: Array) -> Any:
+    def sum(self, x: Array) -> Array:
         """Return the sum of x, accumulated in float64, for `to_floats` to read.
 
-        It is a float or, on a device, an array () in float64, so that the host does not wait yet.
+        On a device it is an array (), so that the host does not wait yet, elsewhere a number.
         """
-        return float(x.sum(dtype=np.float64))
+        return x.sum(dtype=np.float64)
 
     @shapes("x[..] -> total:host", exact=True)
     def square_sum(self, x: Array) -> Any:

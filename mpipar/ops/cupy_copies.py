@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from mpipar.ops.signature import Array, Shape
+from mpipar.ops.signature import DeviceArray, Shape
 
 
 class Copies:
@@ -34,7 +34,7 @@ class Copies:
         self._arriving: list[tuple[Any, np.ndarray]] = []
 
     def out(
-        self, x: Array, then: Callable[[np.ndarray], object], host: np.ndarray | None = None
+        self, x: DeviceArray, then: Callable[[np.ndarray], object], host: np.ndarray | None = None
     ) -> np.ndarray:
         """Queue a copy of x to host memory, and return that; then(host) is called after it.
 
@@ -58,7 +58,7 @@ class Copies:
             event.synchronize()
             then()
 
-    def into(self, host: np.ndarray, x: Array) -> Any:
+    def into(self, host: np.ndarray, x: DeviceArray) -> Any:
         """Queue a copy of host memory to x; return its event, for `use_after`."""
         x.set(host, stream=self._in)
         event = self._in.record()

@@ -200,10 +200,6 @@ class CupyOps(ArrayOps):
 
     # Sums, updates, memory and time.
 
-    def sum(self, x: Array) -> Any:
-        """Return the sum of x, accumulated in float64, as an array () for `to_floats` to read."""
-        return x.sum(dtype=np.float64)
-
     def square_sum(self, x: Array) -> Any:
         """Return the sum of squares of x, accumulated in float64; see `sum`."""
         return self._squares(x)
@@ -230,12 +226,6 @@ class CupyOps(ArrayOps):
         dtype, count = np.dtype(dtype), math.prod(shape)
         memory = self.xp.cuda.alloc_pinned_memory(max(1, count * dtype.itemsize))
         return np.frombuffer(memory, dtype, count).reshape(shape)
-
-    def to_pinned(self, x: Array) -> np.ndarray:
-        """Return x copied to page-locked host memory; waits for the device."""
-        host = self.pinned(x.shape, x.dtype)
-        x.get(out=host)
-        return host
 
     def synchronize(self) -> None:
         """Wait until everything queued on the current stream is done."""

@@ -3,10 +3,9 @@
 A tile of queries leaves out the keys that none of its queries may see, which in training is about
 half of all products and exponentials. Some heads are copied first, each to a matrix of its own,
 transposed where a product needs it, because BLAS multiplies these small matrices at up to twice the
-rate of strided views. Both directions
-must multiply queries and keys in the same way, since large scores would otherwise differ in their
-last bits. The block form has the scores of one tile at a time. G = H / Hkv query heads share a key
-head.
+rate of strided views. Both directions must multiply queries and keys in the same way, since large
+scores would otherwise differ in their last bits. The block form has the scores of one tile at a
+time. G = H / Hkv query heads share a key head.
 
 Arrays are divided into parts first: some heads of one row or, where rows are short, all heads of R
 rows. In a method that gets a part, H and Hkv are the heads of that part.
@@ -63,8 +62,7 @@ class NumpyAttention(ArrayOps):
         size = math.prod(shape)
         if name not in self._buffers or self._buffers[name].size < size:
             self._buffers[name] = np.empty(size, self.dtype)
-        buffer: np.ndarray = self._buffers[name][:size].reshape(shape)
-        return buffer
+        return self._buffers[name][:size].reshape(shape)
 
     def attention_forward(
         self, q: Array, k: Array, v: Array, q_pos: Array, k_pos: Array
@@ -195,7 +193,7 @@ class NumpyAttention(ArrayOps):
         """
         share = np.reciprocal(nonzero(stats[..., 1]))
         again = stats[..., 0], share, delta * share
-        return self._backward(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), again=again)
+        return self._backward(dy, q, k, v, _query_tiles(q_pos, k_pos, q.dtype), again)
 
     def _softmax_backward_tile(self, probs: Array, at: slice, dprobs: Array) -> None:
         """Write dscores over dprobs (R H, n, keys): by row, probs (dprobs - sum(probs dprobs))."""
@@ -210,13 +208,13 @@ class NumpyAttention(ArrayOps):
         k: Array,
         v: Array,
         tiles: list[Tile],
-        saved: Array = None,
-        again: ThreeArrays | None = None,
+        saved: Array | ThreeArrays,
         out: ThreeArrays | None = None,
     ) -> ThreeArrays:
-        """Return (dq, dk, dv), given probabilities `saved`, or what to compute them from again.
+        """Return (dq, dk, dv).
 
-        again: the largest score, 1 / sum and delta / sum of each row.
+        saved: the probabilities or, to compute them from again, the largest score, 1 / sum and
+        delta / sum of each row.
         """
         dq, dk, dv = out or tuple(np.empty(x.shape, x.dtype) for x in (q, k, v))
         factor = k.dtype.type(k.shape[-1] ** -0.5)
@@ -224,10 +222,10 @@ class NumpyAttention(ArrayOps):
             kv_heads = k[of_k].shape[2]
             queries = self._scaled(q[of_q], kv_heads)
             dys = self._heads("dy", dy[of_q], kv_heads)
-            if again is None:
+            if not isinstance(saved, tuple):
                 rows = saved[of_rows].reshape(-1, *saved.shape[2:])
             else:
-                top, share, delta = (x[of_rows] for x in again)
+                top, share, delta = (x[of_rows] for x in saved)
                 turned = self._transposed("turned keys", k[of_k], q.shape[1])
                 dys *= share.reshape(*dys.shape[:-1], 1)
             keys = self._heads("keys", k[of_k], kv_heads)
@@ -241,7 +239,7 @@ class NumpyAttention(ArrayOps):
                 dscores = self._buffer("scores", shape)
                 by_group = _split(dscores, queries)
                 np.matmul(dys[..., at, :], values[..., : tile.keys], out=by_group)  # dprobs
-                if again is None:
+                if not isinstance(saved, tuple):
                     probs = rows[:, at, : tile.keys]
                     self._softmax_backward_tile(rows, at, dscores)
                 else:

@@ -260,9 +260,9 @@ class ShapeOps(Ops):
     def empty(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
         """Return a new array, its bytes counted under the label until its last view is gone."""
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-        return ShapeArray.allocate(
-            self._ledger, shape, self.dtype if dtype is None else dtype, label
-        )
+        dtype = self.dtype if dtype is None else dtype
+        made: Any = ShapeArray.allocate(self._ledger, shape, dtype, label)
+        return made
 
     zeros = empty  # nothing is written
 
@@ -299,9 +299,8 @@ class ShapeOps(Ops):
         return self.empty((rows,), np.int64), self.empty((rows,), np.int64)
 
     # These concern only the host.
-    pinned, to_pinned, synchronize, timestamp, nanoseconds = (
+    pinned, synchronize, timestamp, nanoseconds = (
         ArrayOps.pinned,
-        ArrayOps.to_pinned,
         ArrayOps.synchronize,
         ArrayOps.timestamp,
         ArrayOps.nanoseconds,

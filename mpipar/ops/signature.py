@@ -20,9 +20,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
 from numpy.typing import DTypeLike
 
-Array: TypeAlias = Any  # of NumPy or CuPy, or one of shapes only: they have no common type
+# Of NumPy, as which types know it: CuPy's and those of shapes have what layers use of it.
+Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[Any]]
+DeviceArray: TypeAlias = Any  # of CuPy, where only its own attributes will do
 Dtype: TypeAlias = DTypeLike
 Shape: TypeAlias = tuple[int, ...]
 ThreeArrays: TypeAlias = tuple[Array, Array, Array]

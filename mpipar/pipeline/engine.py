@@ -213,7 +213,7 @@ class Engine:
             if message.is_remote:
                 return self.inbox.pop(message).wait()
             return self.outbox.pop(message)
-        return None
+        return None  # type: ignore[return-value]
 
     def _give(self, instr: Instr, x: Array) -> None:
         """Leave a pass's result for its send, or for another stage of this rank."""

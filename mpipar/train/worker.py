@@ -141,11 +141,11 @@ class Worker:
             stage.set_loss_scale(self.loss_scale.value / self.own_tokens)
         start = self.ops.timestamp()
         with self.recorder.at("sync"):
-            self.losses = self.engine.run(self.program, get_batch)
+            outputs = self.engine.run(self.program, get_batch)
             self.recorder.span("pipeline", start, end=self.ops.timestamp())
             self.gradsync.finish()
             self.gradsync.unscale(self.loss_scale.value)
-            loss, squares = self._loss_and_squares()
+            loss, squares = self._loss_and_squares(outputs)
             values = [loss, squares, *map(float, astuple(votes()))]
             loss, squares, *sums = all_reduce_scalars(
                 self.ops, self.comms, values, "step.norm", "inner"
@@ -153,16 +153,17 @@ class Worker:
         agreed = StepVotes.of_sums(sums, self.comms["inner"].size)
         return loss / self.own_tokens, math.sqrt(squares), agreed
 
-    def _loss_and_squares(self) -> tuple[float, float]:
+    def _loss_and_squares(self, losses: dict[int, Array]) -> tuple[float, float]:
         """Return this rank's parts of the sum of losses and of the squared gradient norm.
 
+        losses: of its microbatches, on the device.
         All of them are read from a device at once, the only time in a step that the host waits for
         it outside of messages. A part is not finite if any loss or gradient here is not.
         """
         parts = self.gradsync.square_sums()
-        numbers = iter(self.ops.to_floats([*self.losses.values(), *(part for part, _ in parts)]))
+        numbers = iter(self.ops.to_floats([*losses.values(), *(part for part, _ in parts)]))
         self.recorder.settle(self.ops.nanoseconds)
-        self.losses = {mb: next(numbers) for mb in self.losses}
+        self.losses = {mb: next(numbers) for mb in losses}
         # All tp ranks know the same loss: one of them contributes it.
         loss = masked_contribution(sum(self.losses.values()), self.comms["tp"].index == 0)
         return loss, sum(masked_contribution(next(numbers), counts) for _, counts in parts)

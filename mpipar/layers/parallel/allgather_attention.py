@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from mpipar.comm.grid import held_and_whole
 from mpipar.layers.parallel.chunks import packed, rounded
-from mpipar.layers.parallel.local_attention import LocalAttention, Saved
+from mpipar.layers.parallel.local_attention import LocalAttention, Saved, whole_positions
 from mpipar.layers.stash import Batch
 from mpipar.ops.signature import Array, ThreeArrays
 
@@ -21,7 +21,7 @@ class AllGatherAttention(LocalAttention):
         """Return y (B, n, H, d). Comm: one all_gather of k and v together."""
         keys, values = self._gathered(k, v, batch)
         y, stats = self.ops.attention_block_forward(
-            q, keys, values, batch.positions, batch.all_positions
+            q, keys, values, batch.positions, whole_positions(batch)
         )
         y = rounded(self.ops, y, q.dtype)
         return y, (q, k, v, y, stats)
@@ -41,7 +41,7 @@ class AllGatherAttention(LocalAttention):
             stats,
             ops.attention_delta(dy, y),
             q_pos=batch.positions,
-            k_pos=batch.all_positions,
+            k_pos=whole_positions(batch),
         )
         parts = ops.empty((comm.size, 2, *k.shape), whole[0].dtype, label="buffers")
         for place in range(comm.size):
@@ -57,8 +57,7 @@ class AllGatherAttention(LocalAttention):
         ops, size = self.ops, self.comm.size
         parts = self.comm.all_gather(packed(ops, k, v), self.name)  # (size, 2, B, n, Hkv, d)
         rows, _, *head = k.shape
-        assert batch.all_positions is not None
-        tokens = batch.all_positions.shape[0]
+        tokens = len(whole_positions(batch))
         whole = ops.empty((2, rows, tokens, *head), k.dtype, label="buffers")
         for place in range(size):
             for held, there in held_and_whole(tokens, "gather", size, place):

@@ -41,7 +41,7 @@ def join(ops: Ops, pieces: Array, axis: int, length: int) -> Array:
     A single chunk is returned as it is.
     """
     if len(pieces) == 1:
-        return pieces[0]
+        return pieces.reshape(pieces.shape[1:])
     shape = list(pieces.shape[1:])
     shape[axis] = length
     whole = ops.empty(tuple(shape))

@@ -36,8 +36,8 @@ class GatherLinear(Linear):
         """Add x^T (own columns of dy (.., N)) to dw (K, N/q), and the sum of dy to db (N,)."""
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
         self.ops.matmul_tn_add(x, chunks.local_chunk(self.ops, dy, -1, self.comm), self.dw)
-        if self.biases:
-            self.ops.bias_backward_weight(dy, self.db)
+        if (db := self.db) is not None:
+            self.ops.bias_backward_weight(dy, db)
 
 
 class ReduceLinear(Linear):

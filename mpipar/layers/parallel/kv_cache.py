@@ -35,7 +35,11 @@ class KVCache:
 
         name: of the attention layer.
         """
-        keys, values = self.kept[name] = self.kept.get(name) or self._room(ops, k)
+        if name not in self.kept:
+            batch, _, *head = k.shape
+            shape = (batch, self.slots.shape[0], *head)
+            self.kept[name] = ops.empty(shape, k.dtype, "cache"), ops.empty(shape, k.dtype, "cache")
+        keys, values = self.kept[name]  # (B, S, Hkv, d)
         ops.copy(keys[:, self.new], k)
         ops.copy(values[:, self.new], v)
         queries, end = self.slots[self.new], self.new.stop
@@ -56,10 +60,3 @@ class KVCache:
             )
             ops.copy(y[row : row + 1], part)
         return y
-
-    def _room(self, ops: Ops, k: Array) -> tuple[Array, Array]:
-        """Return a layer's (keys, values): uninitialized arrays (B, S, Hkv, d) for all slots."""
-        batch, _, *head = k.shape
-        return tuple(
-            ops.empty((batch, self.slots.shape[0], *head), k.dtype, label="cache") for _ in range(2)
-        )

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from mpipar.ops.cuda.gemm import BlasGemm, checked, stored
-from mpipar.ops.signature import Array
+from mpipar.ops.signature import Array, DeviceArray
 
 BIAS, BGRADA, BGRADB = 4, 256, 512  # cublasLtEpilogue_t
 TRANSA, TRANSB, EPILOGUE, BIAS_POINTER = 3, 4, 7, 8  # cublasLtMatmulDescAttributes_t
@@ -75,7 +75,9 @@ class Epilogues:
             self._speaks = False
             warnings.warn(f"{why}: kernels after the product do it", stacklevel=2)
 
-    def __call__(self, a: Array, b: Array, out: Array, row: Array, *, adds: bool) -> bool:
+    def __call__(
+        self, a: DeviceArray, b: DeviceArray, out: DeviceArray, row: DeviceArray, *, adds: bool
+    ) -> bool:
         """Write a b + row to out, or add a b to out; return whether the library can.
 
         a (M, K), b (K, N), out (M, N). row (N,): the bias or, if the product is added, where the
@@ -186,7 +188,7 @@ class Epilogues:
             return None
         return _Plan(product, (left, right, result), found)
 
-    def _point(self, product: Any, row: Array) -> None:
+    def _point(self, product: Any, row: DeviceArray) -> None:
         """Set the address of the bias or of the sums."""
         self._set(product, BIAS_POINTER, _P(row.data.ptr))
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpipar.ops.cuda.kernels import C_TYPES, Loader
-from mpipar.ops.signature import Array, ThreeArrays
+from mpipar.ops.signature import Array, DeviceArray, ThreeArrays
 
 
 def stored(x: Array) -> tuple[bool, int]:
@@ -76,9 +76,9 @@ class BlasGemm:
     def _multiply(
         self,
         function: Callable[..., Any],
-        a: Array,
-        b: Array,
-        out: Array,
+        a: DeviceArray,
+        b: DeviceArray,
+        out: DeviceArray,
         accumulate: bool,
         apart: Sequence[tuple[int, ...]] = ((), (), ()),
         count: tuple[int, ...] = (),
