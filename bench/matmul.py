@@ -44,7 +44,7 @@ from mpipar.ops.signature import Array
 class Mesh(NamedTuple):
     """A rank's groups: its row and column of the q x q grid, and its counterparts in other grids.
 
-    row.index counts along N (and K of x). column.index counts along the rows of x (and K of w).
+    row.group_rank counts along N (and K of x), column.group_rank along the rows of x (and K of w).
     depth: the ranks at the same place of each grid, for the 2.5d cut.
     """
 
@@ -96,7 +96,7 @@ class Summa:
         dx, row = None, self.mesh.row
         for root, w_block in enumerate(self._blocks(self.w, self.mesh.column)):
             part = row.reduce(self.ops.matmul_nt(dy, w_block), root, self.name)
-            dx = part if row.index == root else dx
+            dx = part if row.group_rank == root else dx
         return dx
 
     def backward_weight(self, stash: Stash) -> None:
@@ -114,7 +114,7 @@ class Summa:
             part = self.ops.zeros(dw.shape)
             self.ops.matmul_tn_add(x_block, dy.reshape(-1, dy.shape[-1]), part)
             part = column.reduce(part, root, self.name)
-            if column.index == root:
+            if column.group_rank == root:
                 self.ops.accumulate(dw, part)
 
     def _blocks(self, own: Array, comm: Comm) -> Iterator[Array]:
@@ -124,7 +124,7 @@ class Summa:
         """
         other = own if comm.size == 1 else self.ops.empty(own.shape, label="buffers")
         for root in range(comm.size):
-            yield comm.broadcast(own if root == comm.index else other, root, self.name)
+            yield comm.broadcast(own if root == comm.group_rank else other, root, self.name)
 
 
 class Depth(Summa):
@@ -243,15 +243,15 @@ class CutProduct:
         if mesh is not None:
             sizes = Sizes(1, sizes.batch * sizes.tokens, sizes.inner, sizes.outer)
             depth, column = mesh.depth, mesh.column
-            rows = (depth.size * column.size, depth.index * column.size + column.index)
-            columns = (mesh.row.size, mesh.row.index)
+            rows = (depth.size * column.size, depth.group_rank * column.size + column.group_rank)
+            columns = (mesh.row.size, mesh.row.group_rank)
             self.x_places = self.y_places = (whole_, rows, columns)
-            self.w_places = ((column.size, column.index), columns)
+            self.w_places = ((column.size, column.group_rank), columns)
             blocks = [chunk_size(sizes.inner, column.size), chunk_size(sizes.outer, mesh.row.size)]
             w, dw = (ops.zeros(tuple(blocks), label="weights") for _ in range(2))
             self.layer = MESH_CUTS[cut](ops, mesh, NAME, w, dw)
         else:
-            own = (self.comm.size, self.comm.index)
+            own = (self.comm.size, self.comm.group_rank)
             tokens = own if cut.endswith(("_sp", "_ring")) else whole_
             channels = whole_ if cut in ("gather", "reduce") else own
             by_output = LINEARS[cut].cuts_outputs

@@ -234,7 +234,7 @@ class Player:
         """Make a call; return its result, or what is pending."""
         record, comm = call.record, self.comms.groups[call.record.axis]
         if checked:
-            fill(x, call, place_of(call, comm.index, comm.size))
+            fill(x, call, place_of(call, comm.group_rank, comm.size))
         with self.recorder.at(record.phase, record.stage, record.mb):
             made = (POSTED if call.posted else BLOCKING)[record.operation](comm, x, call)
         if checked and not call.posted:
@@ -245,7 +245,9 @@ class Player:
         """Compare what a call delivered with what it should; keep the first difference."""
         comm = self.comms.groups[call.record.axis]
         self.ops.synchronize()
-        self.wrong = self.wrong or problem(x, result, call, place_of(call, comm.index, comm.size))
+        self.wrong = self.wrong or problem(
+            x, result, call, place_of(call, comm.group_rank, comm.size)
+        )
 
     def steps(self, count: int) -> tuple[list[float], dict[Any, list[float]]]:
         """Return (seconds of each step, {barrier: calls, bytes, blocked ns of a step}).

@@ -150,11 +150,11 @@ class Grid:
         return self.parts[group].size
 
     def group_rank(self, group: str) -> int:
-        """Return this rank's place in an axis or another group, counted from 0."""
+        """Return this rank's number in an axis or another group, counted from 0."""
         return self.group_rank_of(self.world_rank, group)
 
     def group_rank_of(self, world_rank: int, group: str) -> int:
-        """Return a rank's place in its own group of this name."""
+        """Return a rank's number in its own group of this name."""
         axes, stride, size = self.parts[group]
         return self.flat_index(axes, self.coordinates(world_rank)) // stride % size
 

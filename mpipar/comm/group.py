@@ -77,7 +77,7 @@ class Pending:
 
 
 class Comm:
-    """One group of ranks along `axis`: their world ranks, and this rank's place `index`.
+    """One group of ranks along `axis`: their world ranks, and this `group_rank`.
 
     transport: None for a rank that is alone.
     check: compares a collective over the group before it is made (--check-comm), or None.
@@ -87,12 +87,12 @@ class Comm:
         self,
         axis: str,
         ranks: tuple[int, ...],
-        index: int,
+        group_rank: int,
         transport: Transport | None,
         recorder: Recorder,
         check: CollectiveCheck | None = None,
     ):
-        self.axis, self.ranks, self.index, self.size = axis, ranks, index, len(ranks)
+        self.axis, self.ranks, self.group_rank, self.size = axis, ranks, group_rank, len(ranks)
         self.transport = transport or SelfTransport()
         self.recorder, self.check = recorder, check
         self.collectives = self.messages = 0  # calls so far; every member has made as many of these
@@ -188,7 +188,7 @@ class Comm:
         return Pending(self.transport.ireduce_scatter(x), entry, x)
 
     def iall_gather(self, x: Array, name: str) -> Pending:
-        """Post an all-gather into x (size, ...), of which x[index] is this rank's part.
+        """Post an all-gather into x (size, ...), of which x[group_rank] is this rank's part.
 
         After `wait` the other parts are those of the other ranks.
         """
@@ -213,21 +213,21 @@ class Comm:
         Comm: an all-to-all of counts unless `received` is given, and one of the rows.
         """
         assert (len(counts), sum(counts)) == (self.size, x.shape[0]), (counts, self.size, x.shape)
-        payload = x[: x.shape[0] - counts[self.index]].nbytes  # of rows for others
+        payload = x[: x.shape[0] - counts[self.group_rank]].nbytes  # of rows for others
         entry = self._open("all_to_allv", name, x, payload)
         return close(entry, self.transport.all_to_allv(x, counts, received))
 
     def broadcast(self, x: Array, root: int, name: str) -> Array:
-        """Overwrite x with the root's x (root: place in the group) and return it."""
+        """Overwrite x with the root's x (root: a group rank) and return it."""
         entry = self._open("broadcast", name, x, x.nbytes, root)
         self.transport.broadcast(x, root)
         return close(entry, x)
 
     def reduce(self, x: Array, root: int, name: str) -> Array | None:
-        """Sum x over the group on `root` (place in the group), in place; None elsewhere."""
+        """Sum x over the group on `root` (a group rank), in place; None elsewhere."""
         entry = self._open("reduce", name, x, x.nbytes, root)
         self.transport.reduce(x, root)
-        return close(entry, x if self.index == root else None)
+        return close(entry, x if self.group_rank == root else None)
 
     def barrier(self, name: str) -> None:
         """Return when every member has called it."""
@@ -236,7 +236,7 @@ class Comm:
         close(entry, None)
 
     def isend(self, x: Array, peer: int, tag: int, name: str) -> Pending:
-        """Post a send of x to `peer` (place in the group); x must not be written until done."""
+        """Post a send of x to `peer` (a group rank); x must not be written until done."""
         entry = self._open("send", name, x, x.nbytes, peer, tag)
         return Pending(self.transport.isend(x, peer, tag), entry, x)
 
@@ -267,8 +267,8 @@ class Comm:
         return self.transport.zeros(shape, dtype, label)
 
     def neighbor(self, steps: int) -> int:
-        """Return the place `steps` further around the ring of the group's members."""
-        return (self.index + steps) % self.size
+        """Return the group rank `steps` further around the ring of the group's members."""
+        return (self.group_rank + steps) % self.size
 
     def max_tag(self) -> int:
         """Return the largest message tag that this group's transport can carry."""

@@ -179,11 +179,13 @@ def has_nccl() -> bool:
     return bool(nccl.available)
 
 
-def with_half_precision(transport: Transport, ops: Ops, group_size: int, index: int) -> Transport:
+def with_half_precision(
+    transport: Transport, ops: Ops, group_size: int, group_rank: int
+) -> Transport:
     """Return the transport, wrapped for 16-bit numbers if the ops compute with them."""
     if ops.dtype.itemsize > 2:
         return transport
-    return HalfPrecisionTransport(transport, ops, group_size, index)
+    return HalfPrecisionTransport(transport, ops, group_size, group_rank)
 
 
 def cuda_aware() -> str:

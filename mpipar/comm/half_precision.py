@@ -22,12 +22,12 @@ SMALL = 1 << 14  # bytes up to which every rank adds up whole arrays, in one col
 class HalfPrecisionTransport:
     """A transport for groups of `group_size` ranks whose ops have a 16-bit dtype.
 
-    index: this rank's place in the group.
+    group_rank: this rank's number in the group.
     """
 
-    def __init__(self, transport: Transport, ops: Ops, group_size: int, index: int):
+    def __init__(self, transport: Transport, ops: Ops, group_size: int, group_rank: int):
         self.transport, self.ops, self.group_size = transport, ops, group_size
-        self.index = index
+        self.group_rank = group_rank
         self.barrier, self.zeros = transport.barrier, transport.zeros
         self.max_tag, self.close = transport.max_tag, transport.close
         self.carrier, self.in_order = transport.carrier, transport.in_order
@@ -55,7 +55,7 @@ class HalfPrecisionTransport:
             self.ops.add_parts(self.all_gather(x, self.group_size), x)
             return
         parts = self.chunks(x)
-        self.ops.add_parts(self.all_to_all(parts), parts[self.index])
+        self.ops.add_parts(self.all_to_all(parts), parts[self.group_rank])
         self.ops.synchronize()
         self.iall_gather(parts).Wait()
         if parts.size > x.size:

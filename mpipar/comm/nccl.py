@@ -86,7 +86,7 @@ class NcclTransport(StagedTransport):
     def __init__(self, ops: Ops, host: MpiTransport):
         super().__init__(ops, host)
         mpi_comm = host.mpi
-        self.index = mpi_comm.rank
+        self.group_rank = mpi_comm.rank
         self.nccl, key = ops.xp.cuda.nccl, bytearray(KEY_BYTES)
         if mpi_comm.rank == 0:
             key[:] = self.nccl.get_unique_id()
@@ -144,9 +144,9 @@ class NcclTransport(StagedTransport):
         return y
 
     def ireduce_scatter(self, x: Array) -> Request:
-        own = x[self.index]  # NCCL allows no other place inside of x
+        own = x[self.group_rank]  # NCCL allows no other place inside of x
         self._scattered(x, own)
-        if self.index > 0:
+        if self.group_rank > 0:
             x[0].data.copy_from_device_async(own.data, own.nbytes, self.stream)
         return self._queued()
 
@@ -160,7 +160,7 @@ class NcclTransport(StagedTransport):
         return y
 
     def iall_gather(self, x: Array) -> Request:
-        return self._gathered(x[self.index], x)
+        return self._gathered(x[self.group_rank], x)
 
     def _exchanged(self, sent: list[Array], received: list[Array]) -> None:
         """Exchange a part with each rank, in one group of calls, so that none waits for another."""
@@ -220,15 +220,15 @@ class NcclTransport(StagedTransport):
 def address(x: DeviceArray) -> int:
     """Return the address at which an array begins; it must be contiguous."""
     assert x.flags.c_contiguous, (x.shape, x.strides)
-    place: int = x.data.ptr
-    return place
+    start: int = x.data.ptr
+    return start
 
 
 def pairs(size: int, reach: int) -> Iterator[tuple[int, int]]:
-    """Yield (source, target) of places in a group that are at most `reach` apart around its ring.
+    """Yield (source, target) of the group ranks that are at most `reach` apart around its ring.
 
     The order is the same for all ranks, so none waits for another in a circle. Pairs that begin at
-    even places come first, so that a long ring is connected in few rounds.
+    even ranks come first, so that a long ring is connected in few rounds.
     """
     for first in (*range(0, size, 2), *range(1, size, 2)):
         for target in range(size):

@@ -37,7 +37,7 @@ class Record(NamedTuple):
     """One operation of one rank. Times: ns of this host's monotonic clock. Bytes: per rank.
 
     waited_ns: when the rank began to wait; 0 before.
-    peer: its place in the group; -1 without one.
+    peer: its group rank; -1 without one.
     site: where a layer, or another caller of the group, crosses the barrier, as file:line.
     cut: the line inside the cut; "" if the call goes through no cut.
     """

@@ -63,9 +63,9 @@ class At:
         return int(self.comm.size)
 
     @property
-    def index(self) -> int:
-        """This rank's place in the group."""
-        return int(self.comm.index)
+    def group_rank(self) -> int:
+        """This rank's number in the group."""
+        return int(self.comm.group_rank)
 
     def elements(self, parts: int = 1) -> int:
         """Return the number of elements for the size, a multiple of `parts`; 0 for 0 bytes."""
@@ -156,10 +156,10 @@ def from_each(at: At, counts: list[int], offsets: list[int]) -> list[Piece]:
     return [Piece(run.start, counts[one], (one,), offsets[one]) for one, run in enumerate(starts)]
 
 
-def shares(routing: str, experts: int, index: int, ranks: int) -> Any:
+def shares(routing: str, experts: int, group_rank: int, ranks: int) -> Any:
     """Return what fraction of a rank's selections goes to each expert: (experts,)."""
     number = np.arange(experts)
-    weights = ROUTINGS[routing](number, number * ranks // experts == (index + 1) % ranks)
+    weights = ROUTINGS[routing](number, number * ranks // experts == (group_rank + 1) % ranks)
     return weights / weights.sum()
 
 
@@ -176,7 +176,7 @@ def parts_of(at: At) -> Any:
 
 def uneven(at: At) -> tuple[list[int], list[int]]:
     """Return the elements that this rank sends to each, and that it receives from each."""
-    return parts_of(at)[at.index].tolist(), parts_of(at)[:, at.index].tolist()
+    return parts_of(at)[at.group_rank].tolist(), parts_of(at)[:, at.group_rank].tolist()
 
 
 # Messages.
@@ -257,13 +257,13 @@ def repeated(at: At, rows: list[Any]) -> list[Any]:
 
 def ping_pong(at: At, wire: Wire, x: Any, y: Any) -> Callable[[], Any]:
     """Return a call that makes all round trips of a sample, with a row each or always the same."""
-    peer = 1 - at.index
+    peer = 1 - at.group_rank
     sends, receives = (
         [wire.send(one, peer, TAG) for one in x],
         [wire.recv(one, peer, TAG) for one in y],
     )
     pairs = zip(repeated(at, sends), repeated(at, receives), strict=True)
-    calls = [call for pair in pairs for call in (pair if at.index == 0 else pair[::-1])]
+    calls = [call for pair in pairs for call in (pair if at.group_rank == 0 else pair[::-1])]
 
     def run() -> None:
         for call in calls:
@@ -274,10 +274,10 @@ def ping_pong(at: At, wire: Wire, x: Any, y: Any) -> Callable[[], Any]:
 
 def windowed(at: At, wire: Wire, x: Any, y: Any) -> Callable[[], Any]:
     """Return a call that sends a window of messages, and then one short answer."""
-    peer = 1 - at.index
+    peer = 1 - at.group_rank
     send = exchange(at, wire, x, y, ([(peer, TAG)] * len(x), [(peer, TAG)] * len(y)))
     ack = at.ops.zeros((max(1, ACK_BYTES // at.item),), label="buffers")
-    answer = (wire.send if at.index else wire.recv)(ack, peer, ACK_TAG)
+    answer = (wire.send if at.group_rank else wire.recv)(ack, peer, ACK_TAG)
 
     def run() -> None:
         send()
@@ -303,12 +303,12 @@ def routed(name: str) -> Case:
     """Return the row of a route, all of whose messages are posted at once."""
 
     def own(at: At) -> Route:
-        return ROUTES[name](at.index, at.ranks)
+        return ROUTES[name](at.group_rank, at.ranks)
 
     def pieces(at: At) -> list[Piece]:
         count = at.elements()
         return [
-            Piece(k * count, count, (peer,), sends.index((at.index, tag)) * count)
+            Piece(k * count, count, (peer,), sends.index((at.group_rank, tag)) * count)
             for k, (peer, tag) in enumerate(own(at)[1])
             for sends in [ROUTES[name](peer, at.ranks)[0]]
         ]
@@ -329,16 +329,16 @@ def paired(name: str, make: Callable[..., Any], count: Callable[[At], int], **mo
     one_way = name == "bandwidth"
 
     def sent(at: At) -> int:
-        return 0 if one_way and at.index else count(at)
+        return 0 if one_way and at.group_rank else count(at)
 
     def received(at: At) -> int:
-        return 0 if one_way and not at.index else count(at)
+        return 0 if one_way and not at.group_rank else count(at)
 
     return Case(
         name,
         rows_of(sent),
         rows_of(received),
-        pieces=lambda at: [Piece(0, received(at) * at.elements(), (1 - at.index,), 0)],
+        pieces=lambda at: [Piece(0, received(at) * at.elements(), (1 - at.group_rank,), 0)],
         bus=lambda ranks: 1.0,
         pair=True,
         is_messages=True,
@@ -385,7 +385,7 @@ CASES = {
             "reduce-scatter", parts, part,
             lambda at, x, y: partial(at.comm.reduce_scatter, x, NAME),
             lambda at, x, y: partial(at.mpi.Reduce_scatter_block, x, y),
-            lambda at: summed(at, part(at)[0], at.index * part(at)[0]),
+            lambda at: summed(at, part(at)[0], at.group_rank * part(at)[0]),
             sums=True,
         ),
         Case(
@@ -406,7 +406,7 @@ CASES = {
             lambda at, x, y: partial(at.comm.all_to_all, x, NAME),
             lambda at, x, y: partial(at.mpi.Alltoall, x, y),
             lambda at: from_each(
-                at, [part(at)[0]] * at.ranks, [at.index * part(at)[0]] * at.ranks
+                at, [part(at)[0]] * at.ranks, [at.group_rank * part(at)[0]] * at.ranks
             ),
         ),
         Case(
@@ -418,7 +418,7 @@ CASES = {
                 at.mpi.Alltoallv, (x, uneven(at)[0]), (y, uneven(at)[1])
             ),
             lambda at: from_each(
-                at, uneven(at)[1], parts_of(at)[:, : at.index].sum(axis=1).tolist()
+                at, uneven(at)[1], parts_of(at)[:, : at.group_rank].sum(axis=1).tolist()
             ),
         ),
         routed("ring"),

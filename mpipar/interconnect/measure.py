@@ -121,7 +121,7 @@ class Operation:
         terms = at.ranks if case.sums else 1
         given, result = x.reshape(-1), y.reshape(-1)
         for start, stop in chunks(0, given.size):
-            numbers = pattern(at.index, start, stop, at.ops.dtype, terms).astype(at.ops.dtype)
+            numbers = pattern(at.group_rank, start, stop, at.ops.dtype, terms).astype(at.ops.dtype)
             given[start:stop] = at.ops.asarray(numbers)
             touched()
         if self.taken is not None:
@@ -140,7 +140,7 @@ class Operation:
                 wrong += int(np.count_nonzero(got != np.asarray(expected).astype(got.dtype)))
                 touched()
         given[:] = 0  # sums in place must not grow
-        return f"rank {at.index}: {wrong} elements are wrong" if wrong else ""
+        return f"rank {at.group_rank}: {wrong} elements are wrong" if wrong else ""
 
     def sample(self, call: Callable[[], Any], x: Any, y: Any) -> Any:
         """Do it once. Comm: the case."""

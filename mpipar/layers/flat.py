@@ -87,7 +87,7 @@ class FlatParams:
         # For each piece, (whether weights decay, slice) of each of its runs.
         self.decay_runs: list[Runs[bool]] = [self.runs(attrgetter("decay"))]
         # (whether this rank counts it in norms, piece, slice) of each run; the others are copies.
-        first = self.group is None or self.group.index == 0
+        first = self.group is None or self.group.group_rank == 0
         self.norm_runs = [(own and first, 0, run) for own, run in self.runs(attrgetter("owner"))]
 
     def runs(self, key: Callable[[Param], Value]) -> Runs[Value]:

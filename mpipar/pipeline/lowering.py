@@ -41,17 +41,19 @@ def with_weights_kept(program: Sequence[Instr]) -> list[Instr]:
     UNSHARD comes before a stage's first pass that reads weights and RESHARD after the last one. W
     reads none.
     """
-    places: dict[int, list[int]] = {}
-    for place, instr in enumerate(program):
+    positions: dict[int, list[int]] = {}
+    for position, instr in enumerate(program):
         for kind, stage, _ in parts(instr):
             if kind in ("F", "B", "I"):
-                places.setdefault(stage, []).append(place)
+                positions.setdefault(stage, []).append(position)
     found = []
-    for place, instr in enumerate(program):
-        found += [Instr("UNSHARD", stage) for stage, all_of in places.items() if all_of[0] == place]
+    for position, instr in enumerate(program):
+        found += [
+            Instr("UNSHARD", stage) for stage, all_of in positions.items() if all_of[0] == position
+        ]
         found.append(instr)
         found += [
-            Instr("RESHARD", stage) for stage, all_of in places.items() if all_of[-1] == place
+            Instr("RESHARD", stage) for stage, all_of in positions.items() if all_of[-1] == position
         ]
     return found
 

@@ -60,7 +60,7 @@ def evaluate(worker: Worker, rows: HeldOut) -> tuple[float, int]:
     worker.outer.exchange()
     for batches, counted in rows.sweep():
         losses = worker.forward(range(len(batches)), batches.__getitem__)
-        if worker.comms["tp"].index == 0:
+        if worker.comms["tp"].group_rank == 0:
             total += sum(
                 worker.ops.to_floats([loss for mb, loss in losses.items() if mb < counted])
             )

@@ -163,7 +163,7 @@ def generate(worker, texts: list[Text], sampling: Sampling) -> Iterator[list[Tex
             text.end = text.limit
     going = [text for text in texts if not text.end]
     groups = deal(worker, going) if going else {}
-    speaks = worker.comms["tp"].index == worker.comms["cp"].index == 0
+    speaks = worker.comms["tp"].group_rank == worker.comms["cp"].group_rank == 0
     places = {text: place for place, text in enumerate(going)}
     # Whether a group is at work is the same on all replicas.
     while groups := {
@@ -351,7 +351,7 @@ def stream(worker, request: Request) -> Iterator[str]:
     )
     yield from map(printable, show(visible(tokenizer, prompt), added, tokenizer))
     yield "\n"
-    if text.end == FULL and worker.comms.world.index == 0:
+    if text.end == FULL and worker.comms.world.group_rank == 0:
         print(
             f"mpipar: the text ends here because the model reads at most"
             f" {worker.config.model.seq_len:,} tokens",

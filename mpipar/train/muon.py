@@ -41,8 +41,8 @@ SCALE = 0.2  # the usual root mean square of AdamW's updates
 EPS = 1e-7  # the least that a matrix is divided by
 
 Places = dict[str, int]  # {group: place}
-Views = list[tuple[int, Array]]  # (place in the group, what travels to or from there)
-Route = tuple[int, int, int, slice]  # (place in the group, unit, shard, run of its numbers)
+Views = list[tuple[int, Array]]  # (group rank, what travels to or from there)
+Route = tuple[int, int, int, slice]  # (group rank, unit, shard, run of its numbers)
 
 
 class Unit:
@@ -124,15 +124,16 @@ class Muon(Sgd):
         self.comm, self.grid = comms["muon"], comms.grid
         self.exact: Ops = getattr(ops, "exact", ops)  # its products don't round to 16 bits
         self.units = list(self.all_units())
-        self.homes = self.all_homes()  # of each unit, a place in the group
-        self.own = [k for k, home in enumerate(self.homes) if home == self.comm.index]
+        self.homes = self.all_homes()  # of each unit, a group rank
+        self.own = [k for k, home in enumerate(self.homes) if home == self.comm.group_rank]
         views = list(self.views())
         self.parts = [(self.homes[k], view) for k, view in views]
         # Of copies, one rank sends its part home.
         self.sent = [
             (self.homes[k], view)
             for k, view in views
-            if self.source(k, self.places(self.units[k].groups, self.comm.index)) == self.comm.index
+            if self.source(k, self.places(self.units[k].groups, self.comm.group_rank))
+            == self.comm.group_rank
         ]
         self.arriving = list(self.all_sources())
         self.leaving = list(self.all_holders())
@@ -156,14 +157,16 @@ class Muon(Sgd):
             loads[homes[k]] += self.units[k].flops
         return homes
 
-    def places(self, groups: Iterable[str], place: int) -> dict[str, int]:
+    def places(self, groups: Iterable[str], group_rank: int) -> dict[str, int]:
         """Return where a rank of the group is in other groups."""
-        return {group: self.grid.group_rank_of(self.comm.ranks[place], group) for group in groups}
+        return {
+            group: self.grid.group_rank_of(self.comm.ranks[group_rank], group) for group in groups
+        }
 
     def holders(self, unit: Unit) -> list[int]:
-        """Return the places in the group of the ranks that hold a part of a unit."""
+        """Return the group ranks that hold a part of a unit."""
         ranks = range(self.comm.size)
-        return [place for place in ranks if self.places(unit.at, place) == unit.at]
+        return [one for one in ranks if self.places(unit.at, one) == unit.at]
 
     def source(self, k: int, places: Places) -> int:
         """Return which of the ranks at some places sends a part home: of copies the nearest."""
@@ -173,7 +176,7 @@ class Muon(Sgd):
     def views(self) -> Iterator[tuple[int, Array]]:
         """Yield (unit, view) of what this rank updates: gradients that become updates."""
         for k, unit in enumerate(self.units):
-            if self.places(unit.at, self.comm.index) == unit.at:
+            if self.places(unit.at, self.comm.group_rank) == unit.at:
                 for first, values in unit.flat.parts(unit.param, unit.flat.reduced_grads):
                     held = slice(first, first + values.size)
                     if (run := shared_run(unit.run, held)) is not None:
@@ -191,8 +194,8 @@ class Muon(Sgd):
         """Yield where the results of this rank's own units go: to all that hold a part."""
         for k in self.own:
             unit = self.units[k]
-            for place in self.holders(unit):
-                yield from unit.routes(place, k, self.places(unit.groups, place))
+            for peer in self.holders(unit):
+                yield from unit.routes(peer, k, self.places(unit.groups, peer))
 
     def prepare(self) -> None:
         """Replace the gradients of all matrices by their momentum, orthogonalized and scaled.

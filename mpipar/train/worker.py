@@ -165,7 +165,7 @@ class Worker:
         self.recorder.settle(self.ops.nanoseconds)
         self.losses = {mb: next(numbers) for mb in losses}
         # All tp ranks know the same loss: one of them contributes it.
-        loss = masked_contribution(sum(self.losses.values()), self.comms["tp"].index == 0)
+        loss = masked_contribution(sum(self.losses.values()), self.comms["tp"].group_rank == 0)
         return loss, sum(masked_contribution(next(numbers), counts) for _, counts in parts)
 
     def __init__(

@@ -77,7 +77,7 @@ class ShardedFlatParams(FlatParams):
         ]
         self.lengths = [run.stop - run.start for _, run in self.segments]
         self.local_slices = [
-            self.piece_in(run, self.group.index) for _, run in self.segments
+            self.piece_in(run, self.group.group_rank) for _, run in self.segments
         ]  # slices of a whole buffer
         # Where these pieces are in a sharded buffer.
         self.shard_slices = consecutive_slices([own.stop - own.start for own in self.local_slices])
@@ -89,10 +89,10 @@ class ShardedFlatParams(FlatParams):
         # No two ranks of the data group have the same piece.
         self.norm_runs = list(self.within_own(self.runs(attrgetter("owner"))))
 
-    def piece_in(self, run: slice, place: int) -> slice:
+    def piece_in(self, run: slice, group_rank: int) -> slice:
         """Return the piece of a segment that a rank of the group owns."""
         length = (run.stop - run.start) // self.group.size
-        first = run.start + place * length
+        first = run.start + group_rank * length
         return slice(first, first + length)
 
     def within_own(self, runs: Runs[Value]) -> Iterator[tuple[Value, int, slice]]:
@@ -297,7 +297,7 @@ class FullyShardedUnits(WholeWeights):
         posted = []
         for flat, number, whole in views_in(room, self.needs[stage][unit]):
             parts = whole.reshape(flat.group.size, -1)
-            self.ops.copy(parts[flat.group.index], flat.pieces("data")[number])
+            self.ops.copy(parts[flat.group.group_rank], flat.pieces("data")[number])
             pending = flat.group.iall_gather(parts, f"{flat.title(number)}.gather")
             posted.append((pending, flat, number, whole))
         self.coming[stage, unit] = posted

@@ -102,7 +102,7 @@ class StepwiseTransport(MpiTransport):
     def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: New | None = None):
         super().__init__(ops, mpi_comm, options, new)
         self.own = mpi_comm.Dup()
-        self.size, self.index = mpi_comm.size, mpi_comm.rank
+        self.size, self.group_rank = mpi_comm.size, mpi_comm.rank
         self.number = 0  # of the operation, from which its messages get their tag
         self.before: deque[Posted] | None = None
 
@@ -144,7 +144,7 @@ class StepwiseTransport(MpiTransport):
 
     def pieces(self, x: Array) -> list[Array]:
         """Return x (n,) as one piece per rank; the last ones may be shorter or empty."""
-        return [x[chunk_slice(len(x), self.size, place)] for place in range(self.size)]
+        return [x[chunk_slice(len(x), self.size, one)] for one in range(self.size)]
 
     def close(self) -> None:
         self.own.Free()
@@ -175,18 +175,22 @@ class RingTransport(StepwiseTransport):
     def hop(self, tag: int, sent: Array, received: Array) -> Request:
         """Pass a piece on and receive the next one."""
         return self.exchange(
-            tag, sent, (self.index + 1) % self.size, received, (self.index - 1) % self.size
+            tag,
+            sent,
+            (self.group_rank + 1) % self.size,
+            received,
+            (self.group_rank - 1) % self.size,
         )
 
     def summed(self, x: Array) -> Steps:
         pieces, tag = self.pieces(x), self.next_tag()
         room = np.empty_like(pieces[0])
         for hop in range(1, self.size):  # afterwards pieces[index] is a whole sum
-            sent, grown = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
+            sent, grown = (pieces[(self.group_rank - hop - ahead) % self.size] for ahead in (0, 1))
             yield self.hop(tag, sent, room[: len(grown)])
             add(grown, room[: len(grown)], grown)
         for hop in range(self.size - 1):
-            sent, new = (pieces[(self.index - hop - ahead) % self.size] for ahead in (0, 1))
+            sent, new = (pieces[(self.group_rank - hop - ahead) % self.size] for ahead in (0, 1))
             yield self.hop(tag, sent, new)
 
 
@@ -203,22 +207,22 @@ class RecursiveDoublingTransport(StepwiseTransport):
     def summed(self, x: Array) -> Steps:
         tag, most = self.next_tag(), 1 << self.size.bit_length() - 1
         surplus = self.size - most
-        if self.index >= most:
-            partner = self.index - most
+        if self.group_rank >= most:
+            partner = self.group_rank - most
             yield self.send(tag, x, partner)
             yield self.receive(tag, x, partner)
             return
         room, distance = np.empty_like(x), 1
-        if self.index < surplus:
-            yield self.receive(tag, room, self.index + most)
+        if self.group_rank < surplus:
+            yield self.receive(tag, room, self.group_rank + most)
             add(x, room, x)
         while distance < most:
-            peer = self.index ^ distance
+            peer = self.group_rank ^ distance
             yield self.exchange(tag, x, peer, room, peer)
             add(x, room, x)
             distance *= 2
-        if self.index < surplus:
-            yield self.send(tag, x, self.index + most)
+        if self.group_rank < surplus:
+            yield self.send(tag, x, self.group_rank + most)
 
 
 class RabenseifnerTransport(StepwiseTransport):
@@ -237,9 +241,9 @@ class RabenseifnerTransport(StepwiseTransport):
 
     def summed(self, x: Array) -> Steps:
         pieces = self.pieces(x)
-        counts, own = [len(one) for one in pieces], np.empty_like(pieces[self.index])
+        counts, own = [len(one) for one in pieces], np.empty_like(pieces[self.group_rank])
         yield self.own.Ireduce_scatter(x, own, counts)
-        pieces[self.index][:] = own
+        pieces[self.group_rank][:] = own
         yield self.gathers.Iallgatherv(self.in_place, [x, counts])
 
     def close(self) -> None:

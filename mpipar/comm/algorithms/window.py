@@ -57,7 +57,7 @@ class WindowTransport(MpiTransport):
 
     def __init__(self, ops: Ops, mpi_comm: MPI.Comm, options: Options, new: New | None = None):
         super().__init__(ops, mpi_comm, options, new)
-        self.size, self.index = mpi_comm.size, mpi_comm.rank
+        self.size, self.group_rank = mpi_comm.size, mpi_comm.rank
         self.marks = Marks(mpi_comm, POSTED + 1, options.yields_cpu)
         self.rooms = SharedMemory(mpi_comm, ROOMS * TILE)
         self.turn = self.passed = self.number = 0  # rooms, meetings, and posted operations so far
@@ -71,7 +71,7 @@ class WindowTransport(MpiTransport):
         dtype = np.dtype(dtype)
         memory = SharedMemory(self.mpi, int(np.prod(shape)) * dtype.itemsize)
         self.arrays.append(memory)
-        return memory.views(0, shape, dtype)[self.index]
+        return memory.views(0, shape, dtype)[self.group_rank]
 
     def find(self, x: Array) -> list[Array] | None:
         """Return the arrays of all ranks at the place of x, if x is in the window."""
@@ -86,8 +86,8 @@ class WindowTransport(MpiTransport):
 
     def summed(self, arrays: list[Array], row: int, turn: int) -> Steps:
         """Sum arrays that are in the window, and meet before and after it in a row of marks."""
-        piece = chunk_slice(len(arrays[0]), self.size, self.index)
-        own, *others = (arrays[(self.index + k) % self.size][piece] for k in range(self.size))
+        piece = chunk_slice(len(arrays[0]), self.size, self.group_rank)
+        own, *others = (arrays[(self.group_rank + k) % self.size][piece] for k in range(self.size))
         yield self.marks.meet(row, turn + 1)
         for other in others:
             add(own, other, own)
@@ -129,7 +129,7 @@ class WindowTransport(MpiTransport):
     def sum_tile(self, tile: Array) -> None:
         """Show a tile to all ranks, and add up all of theirs in the order of the group."""
         rooms = self.room(len(tile), tile.dtype)
-        rooms[self.index][:] = tile
+        rooms[self.group_rank][:] = tile
         self.passed += 1
         self.marks.meet(POSTED, self.passed).Wait()  # the row of all blocking operations
         add(rooms[0], rooms[1], tile)
@@ -166,7 +166,7 @@ class SharedMemory:
             self.nbytes, 1, MPI.INFO_NULL, MPI.Intracomm(mpi_comm)
         )
         self.window.Lock_all(MPI.MODE_NOCHECK)
-        memories: list[Any] = [self.window.Shared_query(place)[0] for place in range(mpi_comm.size)]
+        memories: list[Any] = [self.window.Shared_query(one)[0] for one in range(mpi_comm.size)]
         self.of = [np.frombuffer(one, np.uint8, self.nbytes) for one in memories]
         own = self.of[mpi_comm.rank]
         # Other groups, which looked at the same time, may have taken the room meanwhile.
@@ -238,7 +238,7 @@ class Marks:
         step = LINE // 8
         self.own = [views[own][row * step : row * step + 1] for row in range(rows)]
         self.others = [
-            [view[row * step : row * step + 1] for place, view in enumerate(views) if place != own]
+            [view[row * step : row * step + 1] for one, view in enumerate(views) if one != own]
             for row in range(rows)
         ]
         self.fence, self.ask = self.memory.window.Sync, mpi_comm.Iprobe
@@ -253,8 +253,8 @@ class Marks:
 
 def address(x: Array) -> int:
     """Return the address at which an array of host memory begins."""
-    place: int = x.__array_interface__["data"][0]
-    return place
+    start: int = x.__array_interface__["data"][0]
+    return start
 
 
 def check_room(mpi_comm: MPI.Comm, left: int, nbytes: int) -> None:
@@ -277,8 +277,8 @@ def check_room(mpi_comm: MPI.Comm, left: int, nbytes: int) -> None:
 def get_pages(x: Array) -> bool:
     """Get the pages of x; return False if there is no room. Linux before 5.14 does not say so."""
     libc = ctypes.CDLL(None, use_errno=True)
-    place, size = ctypes.c_void_p(address(x)), ctypes.c_size_t(x.nbytes)
-    return libc.madvise(place, size, MADV_POPULATE_WRITE) == 0 or ctypes.get_errno() not in (
+    start, size = ctypes.c_void_p(address(x)), ctypes.c_size_t(x.nbytes)
+    return libc.madvise(start, size, MADV_POPULATE_WRITE) == 0 or ctypes.get_errno() not in (
         errno.EFAULT,
         errno.ENOMEM,
     )

@@ -44,10 +44,12 @@ class AllGatherAttention(LocalAttention):
             k_pos=whole_positions(batch),
         )
         parts = ops.empty((comm.size, 2, *k.shape), whole[0].dtype, label="buffers")
-        for place in range(comm.size):
+        for group_rank in range(comm.size):
             for which, gradient in enumerate(whole):
-                for held, there in held_and_whole(gradient.shape[1], "gather", comm.size, place):
-                    ops.copy(parts[place][which][:, held], gradient[:, there])
+                for held, there in held_and_whole(
+                    gradient.shape[1], "gather", comm.size, group_rank
+                ):
+                    ops.copy(parts[group_rank][which][:, held], gradient[:, there])
         dkv = comm.reduce_scatter(parts, self.name)
         for to, gradient in zip(out, (dq, dkv[0], dkv[1]), strict=True):
             ops.copy(to, gradient)
@@ -59,7 +61,7 @@ class AllGatherAttention(LocalAttention):
         rows, _, *head = k.shape
         tokens = len(whole_positions(batch))
         whole = ops.empty((2, rows, tokens, *head), k.dtype, label="buffers")
-        for place in range(size):
-            for held, there in held_and_whole(tokens, "gather", size, place):
-                ops.copy(whole[:, :, there], parts[place][:, :, held])
+        for group_rank in range(size):
+            for held, there in held_and_whole(tokens, "gather", size, group_rank):
+                ops.copy(whole[:, :, there], parts[group_rank][:, :, held])
         return whole[0], whole[1]

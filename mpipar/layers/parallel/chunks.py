@@ -18,7 +18,7 @@ def local_chunk(ops: Ops, x: Array, axis: int, comm: Comm) -> Array:
     length = x.shape[axis]
     return pad(
         ops,
-        _part(x, axis, chunk_slice(length, comm.size, comm.index)),
+        _part(x, axis, chunk_slice(length, comm.size, comm.group_rank)),
         axis,
         chunk_size(length, comm.size),
     )
@@ -45,17 +45,17 @@ def join(ops: Ops, pieces: Array, axis: int, length: int) -> Array:
     shape = list(pieces.shape[1:])
     shape[axis] = length
     whole = ops.empty(tuple(shape))
-    for place in range(len(pieces)):
-        part = _part(whole, axis, chunk_slice(length, len(pieces), place))
-        ops.copy(part, _part(pieces[place], axis, slice(part.shape[axis])))
+    for group_rank in range(len(pieces)):
+        part = _part(whole, axis, chunk_slice(length, len(pieces), group_rank))
+        ops.copy(part, _part(pieces[group_rank], axis, slice(part.shape[axis])))
     return whole
 
 
 def packed(ops: Ops, *arrays: Array) -> Array:
     """Pack arrays of one shape and type into one new array, for a single message."""
     whole = ops.empty((len(arrays), *arrays[0].shape), arrays[0].dtype, label="buffers")
-    for place, x in enumerate(arrays):
-        ops.copy(whole[place], x)
+    for number, x in enumerate(arrays):
+        ops.copy(whole[number], x)
     return whole
 
 

@@ -18,32 +18,32 @@ TAG = 0  # messages between two ranks arrive in the order in which they are sent
 
 
 def pieces(ops: Ops, x: Array, comm: Comm, name: str) -> Iterator[tuple[int, Array]]:
-    """Yield (place, its x) of every rank, from this one backwards, while the next one arrives.
+    """Yield (group_rank, its x) of every rank, from this one backwards, while the next one arrives.
 
     All x have one shape. A piece is valid until the next one is requested, because two buffers
     alternate.
-    Comm: size - 1 times one isend to the next place and one irecv from the one before.
+    Comm: size - 1 times one isend to the next rank and one irecv from the one before.
     """
-    place, block = comm.index, x
+    group_rank, block = comm.group_rank, x
     buffers = [ops.empty(x.shape, label="buffers") for _ in range(min(2, comm.size - 1))]
     for step in range(1, comm.size):
         after = buffers[step % len(buffers)]
         arriving = comm.irecv(after, comm.neighbor(-1), TAG, name)
         leaving = comm.isend(block, comm.neighbor(1), TAG, name)
-        yield place, block
+        yield group_rank, block
         block = arriving.wait()
         leaving.wait()
-        place = comm.neighbor(-step)
-    yield place, block
+        group_rank = comm.neighbor(-step)
+    yield group_rank, block
 
 
 def total(ops: Ops, part: Callable[[int], Array], comm: Comm, name: str) -> Array:
-    """Return the sum over all ranks of their part(this rank's place).
+    """Return the sum over all ranks of their part(this rank's group_rank).
 
-    part(place) computes, into a new array, this rank's part of the sum that belongs to `place`. The
-    sum of each place starts at the next rank and travels once around the ring, and every rank adds
-    its part as the sum passes. 16-bit activations are rounded at each addition.
-    Comm: size - 1 times one isend to the next place and one irecv from the one before.
+    part(group_rank) computes, into a new array, what this rank adds to that rank's sum. Each sum
+    starts at the next rank and travels once around the ring, and every rank adds its part as the
+    sum passes. 16-bit activations are rounded at each addition.
+    Comm: size - 1 times one isend to the next rank and one irecv from the one before.
     """
     sum_so_far = part(comm.neighbor(-1))
     after = ops.empty(sum_so_far.shape, label="buffers")

@@ -30,12 +30,12 @@ class RingAttention(LocalAttention):
     def forward(self, q: Array, k: Array, v: Array, batch: Batch) -> tuple[Array, Saved]:
         """Return y (B, n, H, d). Comm: one ring of k and v together."""
         ops, comm = self.ops, self.comm
-        for place, there in ring.pieces(ops, packed(ops, k, v), comm, self.name):
-            queries, keys, where = _seen(ops, batch.positions, place, comm.index)
+        for group_rank, there in ring.pieces(ops, packed(ops, k, v), comm, self.name):
+            queries, keys, where = _seen(ops, batch.positions, group_rank, comm.group_rank)
             part = ops.attention_block_forward(
                 q[:, queries], there[0][:, keys], there[1][:, keys], *where
             )
-            if place == comm.index:
+            if group_rank == comm.group_rank:
                 y, stats = part
             else:
                 ops.attention_merge(y[:, queries], stats[:, :, queries], *part)
@@ -47,14 +47,14 @@ class RingAttention(LocalAttention):
 
         The sums of dk and dv follow their k and v around the ring while every rank adds its part,
         and the last message brings them home. They are float32 even with 16-bit activations.
-        Comm: one ring of k and v. In it, `size` times, one isend of dk and dv to the next place and
+        Comm: one ring of k and v. In it, `size` times, one isend of dk and dv to the next rank and
         one irecv from the one before.
         """
         ops, comm, (q, k, v, y, stats) = self.ops, self.comm, saved
         delta = ops.attention_delta(dy, y)
         under_way: list[Pending] = []  # dk and dv that arrive, and those that leave
-        for place, there in ring.pieces(ops, packed(ops, k, v), comm, self.name):
-            queries, keys, where = _seen(ops, batch.positions, place, comm.index)
+        for group_rank, there in ring.pieces(ops, packed(ops, k, v), comm, self.name):
+            queries, keys, where = _seen(ops, batch.positions, group_rank, comm.group_rank)
             dq_part, *dkv_part = ops.attention_block_backward(
                 dy[:, queries],
                 q[:, queries],
@@ -83,16 +83,16 @@ class RingAttention(LocalAttention):
 
 
 def _seen(
-    ops: Ops, positions: Array, place: int, index: int
+    ops: Ops, positions: Array, group_rank: int, own: int
 ) -> tuple[slice, slice, tuple[Array, Array]]:
-    """Return (queries here, keys of `place`, their positions) between which attention takes place.
+    """Return (queries here, keys of group_rank, their positions) between which there is attention.
 
     All these queries see all keys of another rank, which is expressed by keys at position 0.
     """
     tokens = positions.shape[0]
     half, every = chunk_size(tokens, 2), slice(None)
-    if place == index:
+    if group_rank == own:
         return every, every, (positions, positions)
-    queries, keys = (every, slice(0, half)) if place < index else (slice(half, None), every)
-    there = ops.zeros((half if place < index else tokens,), positions.dtype, label="buffers")
+    queries, keys = (every, slice(0, half)) if group_rank < own else (slice(half, None), every)
+    there = ops.zeros((half if group_rank < own else tokens,), positions.dtype, label="buffers")
     return queries, keys, (positions[queries], there)

@@ -22,8 +22,8 @@ class ColumnRingLinear(ColumnLinear):
         stash[self.name, "x"] = x
         length, w = stash.batch.shape[1], self.w
         y = self.ops.empty((x.shape[0], length, w.shape[1]))
-        for place, block in ring.pieces(self.ops, x, self.comm, self.name):
-            own = y[:, chunk_slice(length, self.comm.size, place)]
+        for group_rank, block in ring.pieces(self.ops, x, self.comm, self.name):
+            own = y[:, chunk_slice(length, self.comm.size, group_rank)]
             self.ops.copy(own, self.ops.matmul(block[:, : own.shape[1]], w))
         return self._plus_bias(y)
 
@@ -32,8 +32,8 @@ class ColumnRingLinear(ColumnLinear):
         stash[self.name, "dy"] = dy
         length, w, q = stash.batch.shape[1], self.w, self.comm.size
 
-        def part(place: int) -> Array:
-            dx = self.ops.matmul_nt(dy[:, chunk_slice(length, q, place)], w)
+        def part(group_rank: int) -> Array:
+            dx = self.ops.matmul_nt(dy[:, chunk_slice(length, q, group_rank)], w)
             return chunks.pad(self.ops, dx, 1, chunk_size(length, q))
 
         return ring.total(self.ops, part, self.comm, self.name)
@@ -49,8 +49,8 @@ class ColumnRingLinear(ColumnLinear):
         x, dy = stash.pop((self.name, "x")), stash.pop((self.name, "dy"))
         length = stash.batch.shape[1]
         whole = self.ops.empty((x.shape[0], length, x.shape[2]), x.dtype, label="buffers")
-        for place, block in ring.pieces(self.ops, x, self.comm, self.name):
-            own = whole[:, chunk_slice(length, self.comm.size, place)]
+        for group_rank, block in ring.pieces(self.ops, x, self.comm, self.name):
+            own = whole[:, chunk_slice(length, self.comm.size, group_rank)]
             self.ops.copy(own, block[:, : own.shape[1]])
         self.ops.matmul_tn_add_sums(whole, dy, self.dw, self.db)
 
@@ -66,8 +66,8 @@ class RowRingLinear(RowLinear):
         stash[self.name, "x"] = x
         length, w, q = stash.batch.shape[1], self.w, self.comm.size
 
-        def part(place: int) -> Array:
-            y = self.ops.matmul(x[:, chunk_slice(length, q, place)], w)
+        def part(group_rank: int) -> Array:
+            y = self.ops.matmul(x[:, chunk_slice(length, q, group_rank)], w)
             return chunks.pad(self.ops, y, 1, chunk_size(length, q))
 
         return self._plus_bias(ring.total(self.ops, part, self.comm, self.name))
@@ -77,8 +77,8 @@ class RowRingLinear(RowLinear):
         length, w = stash.batch.shape[1], self.w
         dx = self.ops.empty((dy.shape[0], length, w.shape[0]))
         whole = self.ops.empty((dy.shape[0], length, dy.shape[2]))
-        for place, block in ring.pieces(self.ops, dy, self.comm, self.name):
-            rows = chunk_slice(length, self.comm.size, place)
+        for group_rank, block in ring.pieces(self.ops, dy, self.comm, self.name):
+            rows = chunk_slice(length, self.comm.size, group_rank)
             own = whole[:, rows]
             self.ops.copy(own, block[:, : own.shape[1]])
             self.ops.copy(dx[:, rows], self.ops.matmul_nt(own, w))

@@ -33,9 +33,9 @@ def scatter(ops: Ops, y: Array, comm: Comm, name: str) -> Array:
     """
     batch, tokens, width = y.shape
     parts = ops.zeros((comm.size, batch, chunk_size(tokens, comm.size), width), label="buffers")
-    for place in range(comm.size):
-        own = y[:, chunk_slice(tokens, comm.size, place)]
-        ops.copy(parts[place, :, : own.shape[1]], own)
+    for group_rank in range(comm.size):
+        own = y[:, chunk_slice(tokens, comm.size, group_rank)]
+        ops.copy(parts[group_rank, :, : own.shape[1]], own)
     return comm.reduce_scatter(parts, name)
 
 

@@ -50,15 +50,18 @@ class UlyssesAttention(LocalAttention):
         rows, tokens, _, width = arrays[0].shape
         shape = comm.size, rows, tokens, heads[-1].stop, width
         parts = ops.empty(shape, arrays[0].dtype, label="buffers")
-        for place in range(comm.size):
+        for group_rank in range(comm.size):
             for inside, x in zip(heads, arrays, strict=True):
                 ops.copy(
-                    parts[place][:, :, inside], x[:, :, chunk_slice(x.shape[2], comm.size, place)]
+                    parts[group_rank][:, :, inside],
+                    x[:, :, chunk_slice(x.shape[2], comm.size, group_rank)],
                 )
         received = comm.all_to_all(parts, self.name)
         whole = ops.empty((rows, comm.size * tokens, heads[-1].stop, width), arrays[0].dtype)
-        for place in range(comm.size):
-            ops.copy(whole[:, chunk_slice(whole.shape[1], comm.size, place)], received[place])
+        for group_rank in range(comm.size):
+            ops.copy(
+                whole[:, chunk_slice(whole.shape[1], comm.size, group_rank)], received[group_rank]
+            )
         return tuple(whole[:, :, inside] for inside in heads)
 
     def _own_tokens(self, arrays: Saved, out: Saved) -> None:
@@ -71,15 +74,16 @@ class UlyssesAttention(LocalAttention):
         rows, tokens, _, width = out[0].shape
         shape = comm.size, rows, tokens, heads[-1].stop, width
         parts = ops.empty(shape, arrays[0].dtype, label="buffers")
-        for place in range(comm.size):
+        for group_rank in range(comm.size):
             for inside, x in zip(heads, arrays, strict=True):
                 ops.copy(
-                    parts[place][:, :, inside], x[:, chunk_slice(x.shape[1], comm.size, place)]
+                    parts[group_rank][:, :, inside],
+                    x[:, chunk_slice(x.shape[1], comm.size, group_rank)],
                 )
         received = comm.all_to_all(parts, self.name)
-        for place in range(comm.size):
+        for group_rank in range(comm.size):
             for inside, x in zip(heads, out, strict=True):
                 ops.copy(
-                    x[:, :, chunk_slice(x.shape[2], comm.size, place)],
-                    received[place][:, :, inside],
+                    x[:, :, chunk_slice(x.shape[2], comm.size, group_rank)],
+                    received[group_rank][:, :, inside],
                 )

@@ -161,7 +161,7 @@ def place_among_copies(comms, param, shared=False, everywhere=True) -> tuple[int
         *((ISLAND,) if everywhere else ()),
     )
     for comm in (comms[name] for name in groups):
-        index, count = index * comm.size + comm.index, count * comm.size
+        index, count = index * comm.size + comm.group_rank, count * comm.size
     return index, count
 
 
@@ -341,7 +341,7 @@ class Saver:
         Comm: a barrier and a broadcast over the world.
         """
         answer = ""
-        if self.comm.index == 0:
+        if self.comm.group_rank == 0:
             try:
                 answer = function() or ""
             except (OSError, OutputError) as error:

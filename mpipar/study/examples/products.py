@@ -42,12 +42,12 @@ LENGTH = 8  # tokens of the example of context parallelism
 
 def product(case, group: Comm, kind: type[Linear], name: str, w: np.ndarray) -> Linear:
     """Return a layer over a group that holds this rank's part of w."""
-    comms = Comms.solo(case.ops, Grid(group.index, {"tp": group.size}))
+    comms = Comms.solo(case.ops, Grid(group.group_rank, {"tp": group.size}))
     comms["tp"] = group
     layer = kind(Context(case.ops, comms), name, w.shape[:1], w.shape[1:], std=0.0, bias=False)
     FlatParams(case.ops, layer.params)
     whole = w if kind.cuts_outputs else w.T
-    own = whole[:, chunk_slice(whole.shape[1], group.size, group.index)]
+    own = whole[:, chunk_slice(whole.shape[1], group.size, group.group_rank)]
     case.ops.copy(layer.w, own if kind.cuts_outputs else own.T)
     return layer
 
@@ -81,7 +81,7 @@ def ffn(case) -> list[float]:
 
     y, dx, d_up, d_down = both(case.comm, case.board)
     whole = both(case.alone, case.silent)
-    part = chunk_slice(W_UP.shape[1], case.comm.size, case.comm.index)
+    part = chunk_slice(W_UP.shape[1], case.comm.size, case.comm.group_rank)
     return [
         difference(y, whole[0]),
         difference(dx, whole[1]),
@@ -94,7 +94,7 @@ def attention(case) -> list[float]:
     """Attend by heads, which are independent: each rank takes its own, and one sum joins them."""
 
     def heads(group, board):
-        part = chunk_slice(HEADS, group.size, group.index)
+        part = chunk_slice(HEADS, group.size, group.group_rank)
         board.note("x, whole on each rank: two tokens of four numbers", TOKENS)
         ops, width = case.ops, 3 * (part.stop - part.start)
         by_head = np.ascontiguousarray(W_QKV.reshape(4, 3, HEADS).swapaxes(1, 2)).reshape(4, -1)
@@ -126,7 +126,7 @@ def vocabulary(case) -> list[float]:
     """Compute loss and gradient without gathering logits: three numbers for each token travel."""
 
     def loss(group, board):
-        part, ops = chunk_slice(LOGITS.shape[1], group.size, group.index), case.ops
+        part, ops = chunk_slice(LOGITS.shape[1], group.size, group.group_rank), case.ops
         logits = LOGITS[:, part].copy()
         board.note(
             "logits of two tokens: each rank has those of its part of the vocabulary", logits
@@ -164,7 +164,7 @@ def context(case) -> list[float]:
     held = np.concatenate(
         [
             np.arange(one.start, one.stop)
-            for one in token_pieces(LENGTH, "ring", case.comm.size, case.comm.index)
+            for one in token_pieces(LENGTH, "ring", case.comm.size, case.comm.group_rank)
         ]
     )
     case.board.note(

@@ -20,7 +20,7 @@ RATE = 0.5
 def ring_example(case) -> list[float]:
     """Sum round a ring; each rank has its own decimal digit, so that a sum shows its parts."""
     comm, board = case.comm, case.board
-    own = np.arange(1.0, comm.size + 1) * 10.0**comm.index
+    own = np.arange(1.0, comm.size + 1) * 10.0**comm.group_rank
     board.note("each rank's numbers, one piece for each rank", own)
     board.say("first round: the sum of a piece travels round the ring, and every rank adds its own")
     total = ring.total(case.ops, lambda place: own[place : place + 1].copy(), comm, "a sum")
@@ -45,7 +45,7 @@ def data_example(case) -> list[float]:
         return group.all_reduce(dw, "grads.bucket")
 
     share = len(ROWS) // case.comm.size
-    own = slice(case.comm.index * share, (case.comm.index + 1) * share)
+    own = slice(case.comm.group_rank * share, (case.comm.group_rank + 1) * share)
     found = gradient(own, case.comm, case.board)
     case.board.say("every replica takes the same step, so the replicas stay equal")
     return [difference(found, gradient(slice(None), case.alone, case.silent))]
@@ -54,7 +54,7 @@ def data_example(case) -> list[float]:
 def zero_example(case) -> list[float]:
     """Update with ZeRO-1: sums are scattered, each rank updates its piece, weights are gathered."""
     comm, board = case.comm, case.board
-    gradient = np.array([1.0, 2.0, 3.0, 4.0]) * (comm.index + 1)
+    gradient = np.array([1.0, 2.0, 3.0, 4.0]) * (comm.group_rank + 1)
     board.note("w, the weights, whole on each rank", WEIGHTS)
     board.note("dw, each rank's own gradient", gradient)
     piece = comm.reduce_scatter(gradient.reshape(comm.size, -1), "grads.bucket")
@@ -113,12 +113,12 @@ def stages_run(case, group, board, count: int) -> dict[int, ProductStage]:
     schedule = make_schedule("1f1b", count, len(MICROBATCHES))
     stages = {
         stage: ProductStage(case, stage, count, board)
-        for stage in schedule.stages_by_rank[group.index]
+        for stage in schedule.stages_by_rank[group.group_rank]
     }
     # No gradient is summed over ranks: there is one copy of each stage.
     no_sums = SimpleNamespace(start=lambda stage: None, test=lambda: None)
     engine = Engine(case.ops, stages, schedule, group, case.recorder, no_sums, None)
-    engine.run(lower(schedule, group.index), lambda mb: MICROBATCHES[mb])
+    engine.run(lower(schedule, group.group_rank), lambda mb: MICROBATCHES[mb])
     return stages
 
 

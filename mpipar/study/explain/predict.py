@@ -138,7 +138,7 @@ def gram_sums(muon: Muon) -> tuple[int, int, int]:
     """
     calls = sent = flops = 0
     for unit in muon.units:
-        if muon.places(unit.at, muon.comm.index) == unit.at:
+        if muon.places(unit.at, muon.comm.group_rank) == unit.at:
             parts = len(unit.shards) * prod(map(muon.grid.size, unit.sharding))
             side, other = gram_sides(unit)
             calls += unit.count * (STEPS + 1) * (parts > 1)

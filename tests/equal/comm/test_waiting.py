@@ -89,7 +89,7 @@ def test_a_rank_whose_stage_is_done_early_sleeps_before_a_sum(axis, crowded, sle
     monkeypatch.setattr(groups, "use_batch_scheduling", lambda: None)
     comms = comms_of(axes={"pp": 2, "dp": 2})
     comm = comms.groups[axis]
-    last = comm.index == comm.size - 1
+    last = comm.group_rank == comm.size - 1
     if last:
         time.sleep(0.05)
     total = comm.all_reduce(np.array([2.0**WORLD.rank]), "sum")

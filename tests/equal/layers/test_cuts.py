@@ -69,7 +69,7 @@ def test_cut_equals_the_whole_product(case, sizes, sync_sends):
 
 # Every function of Comm that a cut uses is broken: its sums, or data from others, are dropped.
 def _own_part(self, x, name):
-    return x[self.index].copy()
+    return x[self.group_rank].copy()
 
 
 def _own_repeated(self, x, name):
@@ -79,7 +79,7 @@ def _own_repeated(self, x, name):
 def _long_last_piece(ops, x, axis, comm):
     """A variant without padding: the last pieces begin earlier and overlap."""
     width = chunk_size(x.shape[-1], comm.size)
-    start = min(comm.index * width, x.shape[-1] - width)
+    start = min(comm.group_rank * width, x.shape[-1] - width)
     return x[..., start : start + width]
 
 
@@ -93,13 +93,21 @@ BROKEN = {
     "local_chunk": (chunks, _long_last_piece, {"gather", "reduce"}),
     "reduce_scatter": (Comm, _own_part, {"column_sp", "row_sp"}),
     "broadcast": (Comm, lambda self, x, root, name: x, {"2d", "2.5d"}),
-    "reduce": (Comm, lambda self, x, root, name: x if self.index == root else None, {"2d", "2.5d"}),
+    "reduce": (
+        Comm,
+        lambda self, x, root, name: x if self.group_rank == root else None,
+        {"2d", "2.5d"},
+    ),
     "pieces": (
         ring,
         lambda ops, x, comm, name: ((i, x) for i in range(comm.size)),
         {"column_ring", "row_ring"},
     ),
-    "total": (ring, lambda ops, part, comm, name: part(comm.index), {"column_ring", "row_ring"}),
+    "total": (
+        ring,
+        lambda ops, part, comm, name: part(comm.group_rank),
+        {"column_ring", "row_ring"},
+    ),
 }
 
 

@@ -69,7 +69,7 @@ def test_twins_that_count_wrongly_are_found(layout, monkeypatch):
     """A rank that counts a loss that others count too, or one that leaves out what it has."""
 
     def all_reduce_scalars(plain, ops, comms, numbers, name, *axis):
-        wrong = numbers[0] * 2 if comms.world.index == 0 else numbers[0] / 2
+        wrong = numbers[0] * 2 if comms.world.group_rank == 0 else numbers[0] / 2
         return plain(ops, comms, [wrong] if comms.world.size > 1 else numbers, name, *axis)
 
     plant(monkeypatch, checks, "all_reduce_scalars", all_reduce_scalars)

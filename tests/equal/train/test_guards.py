@@ -195,7 +195,7 @@ def test_a_check_that_looks_at_owned_tensors_alone_is_caught(layout, monkeypatch
     monkeypatch.setattr(
         replicas,
         "place_among_copies",
-        lambda comms, param: (0, 1 + (param.owner and comms["dp"].index == 0)),
+        lambda comms, param: (0, 1 + (param.owner and comms["dp"].group_rank == 0)),
     )
     with pytest.raises(AssertionError, match="raised nothing"):
         drift(layout, "master", "embedding.tokens" if layout == PP else "block2.norm2.b")

@@ -178,7 +178,7 @@ def weights_gathered_before_the_update(plain, self, lr, step):
 
 
 def norm_of_the_first_rank_s_pieces(plain, self):
-    return [(part, counts and self.comms["data"].index == 0) for part, counts in plain(self)]
+    return [(part, counts and self.comms["data"].group_rank == 0) for part, counts in plain(self)]
 
 
 def two_units_in_one_buffer(_plain, self):

@@ -148,7 +148,7 @@ def weight_gradient_skipped():
 @in_place_of(Engine, "run")
 def microbatches_swapped(plain, self, program, get_batch, training=True):
     """Let the last stage compare microbatch 0 with the targets of microbatch 1."""
-    if self.comm.index == 1 and self.comm.size == 2:
+    if self.comm.group_rank == 1 and self.comm.size == 2:
         return plain(self, program, lambda mb: get_batch(mb ^ 1), training)
     return plain(self, program, get_batch, training)
 
@@ -246,7 +246,7 @@ def wiped(plain, self, instr):
 def buckets_crossed(plain, self, flat, unit):
     """Let the second rank sum the first two buckets of a unit in the other order."""
     found = plain(self, flat, unit)
-    if self.comms[flat.groups[-1]].index == 1 and len(found) > 2:
+    if self.comms[flat.groups[-1]].group_rank == 1 and len(found) > 2:
         found[:2] = found[1::-1]
     return found
 
@@ -254,7 +254,7 @@ def buckets_crossed(plain, self, flat, unit):
 @in_place_of(GradSync, "buckets")
 def unit_left_out(plain, self, flat, unit):
     """Let the second rank skip a block, and sum no gradients of it."""
-    skips = unit == 1 and self.comms[flat.groups[-1]].index > 0
+    skips = unit == 1 and self.comms[flat.groups[-1]].group_rank > 0
     return [] if skips else plain(self, flat, unit)
 
 

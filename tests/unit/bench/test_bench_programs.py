@@ -56,7 +56,7 @@ def test_a_size_is_a_whole_number_above_zero(number):
 def test_a_wrong_cut_is_not_timed():
     code = (
         "from bench import matmul; from mpipar.comm.group import Comm\n"
-        "Comm.reduce_scatter = lambda self, x, name: x[self.index]\n"
+        "Comm.reduce_scatter = lambda self, x, name: x[self.group_rank]\n"
         "from mpipar.run.process.session import guard; guard(matmul.main)"
     )
     done = run_ranks(2, [sys.executable, "-c", code, *PRODUCTS.split()], timeout=LIMIT)

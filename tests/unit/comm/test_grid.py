@@ -63,7 +63,7 @@ def test_comms_take_any_partition_of_the_world_and_who_is_in_none_is_alone():
         grid = Grid(rank, SIZES)
         comms = Comms(grid, ops, None, partitions={"ends": [(0, 47)]})
         assert comms["data"].ranks == grid.group("dp", "cp")
-        assert comms["data"].index == grid.group_rank("dp") * 3 + grid.group_rank("cp")
+        assert comms["data"].group_rank == grid.group_rank("dp") * 3 + grid.group_rank("cp")
         assert comms.groups["ends"].ranks == ((0, 47) if rank in (0, 47) else (rank,))
         assert comms.groups["world"].size == WORLD_SIZE
     assert Comms.solo(ops)["tp"].ranks == (0,)
