@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from mpipar.layers.rotation import rope_table
+from mpipar.ops.array_attention import rope_table
 from mpipar.train.optim import learning_rate
 
 

@@ -14,10 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, product
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from mpipar.config.grid import GridConfig
+from typing import Any, NamedTuple
 
 AXES = ("pp", "dp", "cp", "tp")
 LAYOUT = (*AXES, "ep")  # what a layout names: ep divides dp x cp, and adds no ranks
@@ -119,7 +116,7 @@ class Grid:
         assert 0 <= self.world_rank < self.world_size, (self.world_rank, self.world_size)
 
     @classmethod
-    def of(cls, config: GridConfig, world_rank: int) -> Grid:
+    def of(cls, config: Any, world_rank: int) -> Grid:
         """Return the place of `world_rank` in the layout of a resolved GridConfig."""
         sizes = {axis: getattr(config, axis) for axis in AXES} | {"expert": config.ep}
         sizes |= {ISLAND: config.islands or 1, "dp": config.island_dp}

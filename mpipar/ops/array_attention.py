@@ -240,3 +240,26 @@ class AttentionFormulas(Arrays):
 def _heads_first(x: Array) -> Array:
     """Return the view (B, H, T, d) of an array (B, T, H, d)."""
     return x.transpose(0, 2, 1, 3)
+
+
+def rope_table(length: int, width: int, theta: float, scaling: Sequence[float]) -> np.ndarray:
+    """Return cosine and sine (P, 2, d/2) of the angles p f_i at positions p < length, float64."""
+    angles = np.outer(np.arange(length), rope_frequencies(width, theta, scaling))
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+def rope_frequencies(width: int, theta: float, scaling: Sequence[float]) -> np.ndarray:
+    """Return f_i = theta^(-2i/d) of the d/2 points of a head, float64.
+
+    scaling: (factor, low, high, length) of Llama 3, or () for none. A rotation with fewer than
+    `low` turns within `length` positions becomes slower by `factor`, one with more than `high`
+    turns stays, and between them the two are mixed. Source: Dubey et al., arXiv 2407.21783, and
+    Hugging Face's `rope_type: llama3`.
+    """
+    frequencies = theta ** -(np.arange(0, width, 2) / width)
+    if not scaling:
+        return frequencies
+    factor, low, high, length = scaling
+    turns = length * frequencies / (2 * np.pi)
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return frequencies * (kept + (1 - kept) / factor)

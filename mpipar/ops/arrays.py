@@ -155,8 +155,7 @@ class Arrays:
         words, total = x.reshape(-1).view(np.uint16 if x.itemsize == 2 else np.uint32), 0
         odd = self.xp.arange(1, 1 + min(words.size, self.checksum_block), dtype=np.uint64)
         odd *= np.uint64(GOLDEN)
-        odd ^= odd >> np.uint64(29)
-        odd |= np.uint64(1)
+        odd = odd ^ (odd >> np.uint64(29)) | np.uint64(1)
         for first in range(0, words.size, self.checksum_block):
             block = words[first : first + self.checksum_block]
             total = total * GOLDEN + int((block * odd[: block.size]).sum())

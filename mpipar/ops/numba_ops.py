@@ -93,8 +93,9 @@ class NumbaOps(NumpyOps):
         """Update data, m, v in place as `ArrayOps.adamw_step` does."""
         root, rate = (1.0 - by.beta2**by.step) ** -0.5, by.lr / (1.0 - by.beta1**by.step)
         decay = 1.0 - by.lr * by.weight_decay
-        factors = map(self.scalar, (by.beta1, by.beta2, by.eps, decay, root, rate))
-        self.kernels.adamw_step(data, grad, m, v, *factors)
+        self.kernels.adamw_step(
+            data, grad, m, v, *map(self.scalar, (by.beta1, by.beta2, by.eps, decay, root, rate))
+        )
         if copy is not None:
             self.copy(copy, data)
 

@@ -81,8 +81,8 @@ class ShapeArray:
         self._block, self.shape, self.dtype, self.strides = block, shape, dtype, strides
 
     @classmethod
-    def allocate(cls, ledger: Ledger, shape: Shape, dtype: DTypeLike, label: str) -> ShapeArray:
-        """Return a new C-contiguous array whose bytes are counted under the label."""
+    def allocate(cls, ledger: Ledger, shape: Shape, dtype: DTypeLike, label: str) -> Any:
+        """Return a new C-contiguous one, as an Array; its bytes are counted under the label."""
         shape, dtype = tuple(operator.index(n) for n in shape), np.dtype(dtype)
         assert all(n >= 0 for n in shape), shape
         block = _Block(ledger, label, math.prod(shape) * dtype.itemsize)
@@ -260,9 +260,9 @@ class ShapeOps(Ops):
     def empty(self, shape: Shape, dtype: DTypeLike | None = None, label: str = "stash") -> Array:
         """Return a new array, its bytes counted under the label until its last view is gone."""
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-        dtype = self.dtype if dtype is None else dtype
-        made: Any = ShapeArray.allocate(self._ledger, shape, dtype, label)
-        return made
+        return ShapeArray.allocate(
+            self._ledger, shape, self.dtype if dtype is None else dtype, label
+        )
 
     zeros = empty  # nothing is written
 

@@ -13,7 +13,7 @@ from cuda_host import KernelError
 from cuda_ops import HostLoader, HostOps, gpu_ops, host_ops
 from ops_cases import OPERANDS, Sizes, call_every_op, check_every_op, relative
 
-from mpipar.layers.rotation import rope_table
+from mpipar.ops.array_attention import rope_table
 from mpipar.ops.cuda import fused
 from mpipar.ops.cupy_ops import MERGE, SORT, SORT_THREADS
 

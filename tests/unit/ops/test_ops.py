@@ -14,8 +14,8 @@ from ops_cases import (
     runs_of,
 )
 
-from mpipar.layers.rotation import rope_frequencies, rope_table
 from mpipar.ops import make, numpy_attention, numpy_ops
+from mpipar.ops.array_attention import rope_frequencies, rope_table
 
 DIFFERENCES = 1e-6
 
