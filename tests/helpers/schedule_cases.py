@@ -8,20 +8,16 @@ of what has been computed, sent, posted and stashed. Sends are synchronous.
 from hypothesis import strategies as st
 
 from mpipar.pipeline.instructions import is_compute, parts
-from mpipar.pipeline.schedules.catalog import SCHEDULES
-
-LOOPED = ("interleaved", "looped-bfs", "interleaved-zb")
+from mpipar.pipeline.schedules.catalog import FAMILIES, SCHEDULES
 
 
 @st.composite
-def counts(draw, max_p=6, max_m=18):
+def counts(draw, max_p=6, max_m=18, max_chunks=4):
     """(name, p, m, chunks) that the schedule accepts."""
     name = draw(st.sampled_from(SCHEDULES))
     p = draw(st.integers(1, max_p))
-    m = draw(st.integers(1, max_m))
-    chunks = draw(st.integers(1, 4)) if name in LOOPED else None
-    if name == "dualpipe-v":
-        m = max(m, 2 * p)
+    m = max(draw(st.integers(1, max_m)), FAMILIES[name].rounds * p)
+    chunks = draw(st.integers(1, max_chunks)) if FAMILIES[name].looped else None
     return name, p, m, chunks
 
 

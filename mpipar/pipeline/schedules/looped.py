@@ -56,8 +56,8 @@ def interleaved_zb(p: int, r: int, m: int, v: int) -> list[Instr]:
     A rank's delayed W fill the time in which interleaved 1F1B drains.
 
         p = 2, v = 2, m = 2
-        rank 0  0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
-        rank 1  1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+        rank 0  0F0 0F1 2F0 2F1 ... 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+        rank 1  ... 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
     forwards, inputs, group = both_ways("I", p, r, m, v)
     weights = [one._replace(kind="W") for one in inputs]
@@ -71,7 +71,7 @@ def looped_bfs(p: int, r: int, m: int, v: int) -> list[Instr]:
     m backwards, so sharded weights would need the fewest gathers.
 
         p = 2, v = 2, m = 2
-        rank 0  0F0 0F1 2F0 2F1 ... 2B1 2B0 0B1 0B0
+        rank 0  0F0 0F1 2F0 2F1 ... ... 2B1 2B0 0B1 0B0
         rank 1  ... 1F0 1F1 3F0 3F1 3B1 3B0 1B1 1B0
     """
     forwards = [one for chunk in range(v) for one in passes("F", chunk * p + r, m)]

@@ -56,7 +56,7 @@ def zb_h1(p: int, r: int, m: int) -> list[Instr]:
     No rank stashes more than rank 0 of 1F1B does. At f = i = w a third of 1F1B's bubble remains.
 
         p = 2, m = 3
-        rank 0  F0 F1 .. I0 W0 F2 I1 W1 .. I2 W2
+        rank 0  F0 F1 .. I0 W0 F2 I1 W1 I2 W2
         rank 1  .. F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     return warmed_up(passes("F", r, m), passes("I", r, m), p - 1 - r, passes("W", r, m), late=r)

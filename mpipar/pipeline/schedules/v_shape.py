@@ -71,9 +71,9 @@ def v_min(p: int, r: int, m: int) -> list[Instr]:
     I1 2p+r, I0 4p-1-r. Where 3 divides p, F0 and I1 would fall on the same slot, so I1 and I0 are
     two later.
 
-        p = 2, m = 3
-        rank 0  0F0 ... 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0F2 ...
-        rank 1  ... 1F0 2F0 ... 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 ...
+        p = 2, m = 2
+        rank 0  0F0 ... ... 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 ... 0I1 0W1
+        rank 1  ... 1F0 2F0 ... ... 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 2W1 1W1
     """
     late = 2 if p % 3 == 0 else 0
     return repeated_block(p, r, m, (r, 2 * p - 1 - r, 2 * p + r + late, 4 * p - 1 - r + late))

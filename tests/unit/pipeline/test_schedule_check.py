@@ -17,7 +17,7 @@ from mpipar.pipeline.check import ScheduleError, check, check_lanes
 from mpipar.pipeline.csv_format import parse_instruction, read_csv, write_csv
 from mpipar.pipeline.instructions import Instr, Schedule
 from mpipar.pipeline.lowering import forward_only, lower
-from mpipar.pipeline.schedules.catalog import SCHEDULES, make_schedule, schedule_problems
+from mpipar.pipeline.schedules.catalog import FAMILIES, SCHEDULES, make_schedule, schedule_problems
 from mpipar.study.schedules.simulate import Costs, simulate
 
 
@@ -328,8 +328,8 @@ def theirs(name, p, m, v, with_comms=False):
 @pytest.mark.parametrize("name", PEERS)
 def test_same_orders_as_torch(name, tmp_path):
     for p, m, v in ((2, 4, 2), (4, 8, 2), (4, 8, 3), (4, 10, 2), (3, 6, 2), (4, 12, 3)):
-        own = v if name in ("interleaved", "looped-bfs", "interleaved-zb") else None
-        stages = {"gpipe": 1, "1f1b": 1}.get(name, own or 2)
+        own = v if FAMILIES[name].looped else None
+        stages = own or FAMILIES[name].stages_per_rank
         if schedule_problems(name, p, m, own):
             continue
         text = theirs(name, p, m, stages)
@@ -346,7 +346,7 @@ def test_same_orders_as_torch(name, tmp_path):
 
 
 @pytest.mark.peers
-@pytest.mark.parametrize("name", [name for name in PEERS if name not in ("gpipe", "1f1b")])
+@pytest.mark.parametrize("name", [name for name in PEERS if FAMILIES[name].stages_per_rank > 1])
 def test_full_lists_of_torch_are_read_without_their_messages(name, tmp_path):
     text = theirs(name, 4, 8, 2, with_comms=True)
     assert "1RECV_F3," in text

@@ -113,7 +113,7 @@ def sums_are_in_time(worker, monkeypatch):
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_unit_is_summed_behind_its_last_weight_gradient(schedule, recompute, monkeypatch):
-    ranks = list(workers(schedule=schedule, recompute=recompute, tied=schedule != "dualpipe-v"))
+    ranks = list(workers(schedule=schedule, recompute=recompute, tied=True))
     assert len(ranks) == 2
     for worker in ranks:
         assert sums_are_in_time(worker, monkeypatch)
