@@ -10,8 +10,12 @@ OPTIMIZERS = {
     "sgd": {"numbers": "sgd", "matrices": "sgd", "signs": "signs"},
     "muon": {"numbers": "adamw", "matrices": "muon", "signs": "signs"},
 }
-OF_ADAMW = ("optimizer", *(name for name, one in OPTIMIZERS.items() if one["numbers"] == "adamw"))
 OF_ISLANDS = ("islands",)  # for any number of islands
+
+
+def with_rule(*rules: str) -> tuple[str, ...]:
+    """Return the optimizers that have one of these update rules, as `only=` of a setting."""
+    return ("optimizer", *(name for name, one in OPTIMIZERS.items() if {*rules} & {*one.values()}))
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,16 @@ class TrainConfig:
         0.1, "decoupled weight decay, multiplied by lr; not of biases and norms", low=0.0
     )
     beta1: float = setting(
-        0.9, "AdamW: decay rate of the first moment", low=0.0, below=1.0, only=OF_ADAMW
+        0.9, "AdamW: decay rate of the first moment", low=0.0, below=1.0, only=with_rule("adamw")
     )
     beta2: float = setting(
-        0.95, "AdamW: decay rate of the second moment", low=0.0, below=1.0, only=OF_ADAMW
+        0.95, "AdamW: decay rate of the second moment", low=0.0, below=1.0, only=with_rule("adamw")
     )
     eps: float = setting(  # 0 in float32 would turn weights that never had a gradient into NaN
-        1e-8, "AdamW: added to the square root of the second moment", low=2.0**-126, only=OF_ADAMW
+        1e-8,
+        "AdamW: added to the square root of the second moment",
+        low=2.0**-126,
+        only=with_rule("adamw"),
     )
     clip: float = setting(1.0, "largest global gradient norm; 0 = no clipping", low=0.0)
     bucket_bytes: int = setting(

@@ -18,8 +18,13 @@ from docs.build import commands as docs_commands
 from docs.build import pictures, tables
 from docs.build.blocks import PageError, blocks_of, update
 from mpipar import cli
+from mpipar.comm.algorithms import ALGORITHMS
 from mpipar.comm.launcher import Launcher
+from mpipar.config.grid import SCHEDULES
+from mpipar.config.run import ALL_REDUCES
+from mpipar.config.train import OPTIMIZERS
 from mpipar.errors import UsageError
+from mpipar.pipeline.schedules.catalog import FAMILIES
 from mpipar.run.files.settings import parsed, read_arguments
 from mpipar.run.process.session import Session
 from mpipar.study.explain.predict import predict
@@ -69,14 +74,32 @@ def broken_links(name, page):
     return broken
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", [*PAGES, "CONTRIBUTING.md"])
 def test_links_lead_somewhere(name):
-    assert broken_links(name, PAGES[name]) == []
+    assert broken_links(name, (REPOSITORY / name).read_text()) == []
 
 
 def test_broken_links_are_found():
     page = "[a](runs.md) [b](gone.md) [c](runs.md#batches) [d](runs.md#gone) [e](#gone)"
     assert broken_links("docs/speed.md", page) == ["gone.md", "runs.md#gone", "#gone"]
+
+
+# --- tables of names
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "tables"),
+    [
+        ("docs/interconnect.md", "How a sum travels", [ALGORITHMS, ALL_REDUCES]),
+        ("docs/runs.md", "Optimizer", [OPTIMIZERS]),
+        ("docs/schedules.md", "The schedules", [FAMILIES, SCHEDULES]),
+    ],
+)
+def test_a_page_and_the_code_name_the_same(page, heading, tables):
+    section = PAGES[page].split(f"\n## {heading}\n")[1].split("\n#")[0]
+    names = re.findall(r"^\| `(\w[\w-]*)` \|", section, re.MULTILINE)
+    for rows in tables:
+        assert sorted(names) == sorted(rows)
 
 
 # --- commands
