@@ -83,8 +83,7 @@ ON_GPU = {
 
 
 GPU_CASES = {
-    "sgd": {"optimizer": "sgd"},
-    "adamw": {},
+    **{name: {"optimizer": name} for name in OPTIMIZERS},
     "logits": {"vocab_size": 4999},
     "long": {"layers": 1, "seq_len": 256},
     "recompute": {"recompute": "block"},
