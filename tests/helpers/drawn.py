@@ -1,13 +1,10 @@
 """Cases of the law of equality, in which most pairs of values meet.
 
-PYTHONPATH=. python tests/helpers/drawn.py  # finds others, with every pair; takes long
-
-Those in drawn.json were drawn at random, until new ones added few pairs. lives/array.py finds a
-case for every legal pair.
+Those in drawn.json were drawn at random, until new ones added few pairs. new_cases.py adds some for
+new values, or has lives/array.py find a case for every legal pair.
 """
 
 import itertools
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,15 +13,16 @@ from small_model import EXPERTS, MODEL, small_config
 
 from mpipar.config.model import ModelConfig, model_config
 from mpipar.config.resolve import resolve
-from mpipar.config.run import ALL_REDUCES
 from mpipar.errors import UserError
 from mpipar.models import decoder
-from mpipar.pipeline.schedules.catalog import SCHEDULES
 from mpipar.run.resolve import RULES
-from tests.helpers.lives.array import case_of, described, pairs, row_of
+from tests.helpers.lives.array import first_of, pairs, read, read_for, row_of, write
+from tests.helpers.lives.choices import every, others
 
 FILE = Path(__file__).with_name("drawn.json")
+SIZES = (1, 2, 3, 4, 8)
 MOST = {1: 30, 3: 20, 4: 64, 8: 16}  # cases; the session of 2 ranks has all that are found
+MORE = 6  # cases of each size that a new value adds
 WIDE = 181  # the width at which a block of the small model has three times the FLOPs
 
 
@@ -82,26 +80,26 @@ MODELS = {
     "half blocks": Halves(**asdict(MODEL)),
 }
 CHOICES = {
-    "model": [*MODELS],
-    "schedule": ["1f1b", *(name for name in SCHEDULES if name != "1f1b")],
-    "num_microbatches": [4, 1, 2, 5, 8],
-    "layers": [5, 8],
-    "seq_len": [8, 1, 2, 3, 5, 7, 16],
-    "stage_layers": [None, (0, 5), (5, 0), (4, 1), (0, 3, 2, 0), (3, 0, 0, 2), (0, 0, 5, 0)],
-    "rank_order": [None, "tp,cp,dp,pp"],
-    "norm": [None, "rms"],
-    "tied": [None, False],
-    "ffn_cut": [None, "gather", "reduce"],
-    "sequence_parallel": [None, True],
-    "tp_matmul": [None, "ring"],
-    "cp_attention": [None, "ring", "gather", "ulysses"],
-    "ep": [None, 2, 4],
-    "experts_per_token": [None, 1, 4],
-    "router_balance": [None, "none", "bias"],
-    "recompute": [None, "block", "attention"],
-    "zero": [0, 1, 3],
-    "reshard_after_forward": [None, "no"],
-    "all_reduce": [None, *ALL_REDUCES[1:]],
+    "model": tuple(MODELS),
+    "schedule": ("1f1b", *(name for name in every("schedule") if name != "1f1b")),
+    "num_microbatches": (4, 1, 2, 5, 8),
+    "layers": (5, 8),
+    "seq_len": (8, 1, 2, 3, 5, 7, 16),
+    "stage_layers": (None, (0, 5), (5, 0), (4, 1), (0, 3, 2, 0), (3, 0, 0, 2), (0, 0, 5, 0)),
+    "rank_order": (None, "tp,cp,dp,pp"),
+    "norm": others("norm"),
+    "tied": (None, False),
+    "ffn_cut": others("ffn_cut"),
+    "sequence_parallel": (None, True),
+    "tp_matmul": others("tp_matmul"),
+    "cp_attention": others("cp_attention"),
+    "ep": (None, 2, 4),
+    "experts_per_token": (None, 1, 4),
+    "router_balance": others("router_balance"),
+    "recompute": others("recompute"),
+    "zero": every("zero"),
+    "reshard_after_forward": others("reshard_after_forward"),
+    "all_reduce": others("all_reduce"),
 }
 
 
@@ -138,9 +136,8 @@ def refusals(case):
 
 def cases(size):
     """The kept cases for so many ranks."""
-    kept = json.loads(FILE.read_text())
-    assert kept["choices"] == described(CHOICES), "for other choices; run tests/helpers/drawn.py"
-    return [case_of(row, choices_of(size)) for row in kept[str(size)]]
+    first = first_of(choices_of(size))
+    return [first | row for row in read_for(FILE, CHOICES)[str(size)]]
 
 
 def text_of(case):
@@ -157,15 +154,42 @@ def text_of(case):
     )
 
 
-def main():
+def extended(size, before, rows):
+    """A few cases for new values, then those of the kept rows that are still legal.
+
+    before: the choices of the rows.
+    """
+    choices = choices_of(size)
+    first = first_of({name: before.get(name, values) for name, values in choices.items()})
+    old = [first | row for row in rows]
+    kept = [
+        case
+        for case in old
+        if all(value in choices.get(name, ()) for name, value in case.items())
+        and not refusals(case)
+    ]
+    new = {
+        (name, value)
+        for name, values in CHOICES.items()
+        for value in values
+        if value not in before.get(name, values[:1])
+    }
+    more, _ = pairs(choices, refusals, kept, new, MORE * len(new))
+    return [*more, *kept]
+
+
+def find(anew):
+    """Add cases for new values to the file, or find all cases anew."""
     decoder.BLOCKS.update(ROWS)
-    kept = {"choices": described(CHOICES)}
-    for size in (1, 2, 3, 4, 8):
-        found, _ = pairs(choices_of(size), refusals)
-        kept[size] = [row_of(case, choices_of(size)) for case in found[: MOST.get(size)]]
-        print(f"{size} ranks: {len(found)} cases", flush=True)
-    FILE.write_text(json.dumps(kept, indent=0) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    before, rows = read(FILE)
+    arrays = {}
+    for size in SIZES:
+        choices = choices_of(size)
+        found = (
+            pairs(choices, refusals, most=MOST.get(size))[0]
+            if anew
+            else extended(size, before, rows[str(size)])
+        )
+        arrays[str(size)] = [row_of(case, choices) for case in found]
+        print(f"{FILE.name}, {size} ranks: {len(found)} cases", flush=True)
+    write(FILE, CHOICES, arrays)

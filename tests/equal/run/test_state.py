@@ -7,6 +7,7 @@ and generated text: every layout gives one rank's results.
 import hashlib
 import os
 import shutil
+from functools import partial
 
 import gpt2_reference as gpt2
 import numpy as np
@@ -17,6 +18,7 @@ from small_model import EMPTY_STAGES, LAYOUTS, MODEL, WORLD, rows_of, small_conf
 
 from mpipar.comm.record import Sums
 from mpipar.config.model import model_config
+from mpipar.config.train import OPTIMIZERS
 from mpipar.errors import OutputError
 from mpipar.layers.stash import Batch
 from mpipar.run.checkpoint import boxes
@@ -33,10 +35,10 @@ SAVED = [(layout, "1f1b") for layout in LAYOUTS[WORLD.size]]
 SAVED += [((1, 2, 1), "dualpipe-v")] if WORLD.size == 2 else [((2, 2, 1), "zb-v")]
 
 
-def config_of(layout, dtype="float64"):
-    """A config with AdamW for ((dp, pp, tp), schedule)."""
+def config_of(layout, dtype="float64", optimizer="adamw"):
+    """A config for ((dp, pp, tp), schedule)."""
     axes, schedule = layout
-    return small_config(axes, 4, schedule=schedule, dtype=dtype, optimizer="adamw", lr=0.01)
+    return small_config(axes, 4, schedule=schedule, dtype=dtype, optimizer=optimizer, lr=0.01)
 
 
 class Trainer:
@@ -88,19 +90,19 @@ def assert_everywhere(right, what):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(
-    ("layout", "dtype"),
+    ("layout", "dtype", "optimizer"),
     [
         *(
-            pytest.param(layout, "float64", marks=[pytest.mark.slow] * (WORLD.size > 2))
+            pytest.param(layout, "float64", "adamw", marks=[pytest.mark.slow] * (WORLD.size > 2))
             for layout in SAVED[1:]
         ),
-        (SAVED[0], "float64"),
-        (SAVED[0], "bfloat16"),
+        *((SAVED[0], "float64", name) for name in OPTIMIZERS),
+        (SAVED[0], "bfloat16", "adamw"),
     ],
     ids=str,
 )
-def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, folder):
-    config = config_of(layout, dtype)
+def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, optimizer, folder):
+    config = config_of(layout, dtype, optimizer)
     first = started(config, 2)
     first.saver(folder).save(2)
     went_on = first.train(3, 4)
@@ -111,13 +113,18 @@ def test_the_same_layout_goes_on_bit_by_bit(layout, dtype, folder):
 
 
 @pytest.mark.ranks(2, 4)
-def test_other_layouts_have_the_same_losses(folder):
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "adamw")) for name in OPTIMIZERS],
+)
+def test_other_layouts_have_the_same_losses(optimizer, folder):
     """Each resumes from the checkpoint of the first, saves that state, and the first reads it."""
-    first = started(config_of(SAVED[0]), 2)
+    config = partial(config_of, optimizer=optimizer)
+    first = started(config(SAVED[0]), 2)
     first.saver(folder / "first").save(2)
     before, went_on = first.bytes(), first.train(3, 5)
     for number, layout in enumerate(SAVED[1:]):
-        other, back = Trainer(config_of(layout)), Trainer(config_of(SAVED[0]))
+        other, back = Trainer(config(layout)), Trainer(config(SAVED[0]))
         other.load(folder / "first")
         other.saver(folder / f"{number}").save(2)
         back.load(folder / f"{number}")

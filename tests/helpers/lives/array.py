@@ -8,16 +8,17 @@ choices, and keeps those that get past the first refusal.
 
 from __future__ import annotations
 
+import json
 import re
-import string
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 import numpy as np
 
 Case = Mapping[str, object]
 Refusals = Callable[[Case], list[str]]
-LETTERS = string.digits + string.ascii_lowercase
+COMMAND = "PYTHONPATH=. python tests/helpers/new_cases.py"  # writes the files
 
 DEEPEST = 6  # refusals that are overcome one after the other
 NEAR = 3  # known cases from which the search for a pair of values starts
@@ -135,18 +136,31 @@ def singles(choices: Mapping, refusals: Refusals) -> list[dict]:
     return cases
 
 
-def pairs(choices: Mapping, refusals: Refusals) -> tuple[list[dict], list[dict]]:
+def pairs(
+    choices: Mapping,
+    refusals: Refusals,
+    known: Collection[Case] = (),
+    new: Collection[tuple] | None = None,
+    most: int | None = None,
+) -> tuple[list[dict], list[dict]]:
     """Return cases in which each legal pair of values occurs, and all illegal pairs.
 
-    Each case begins with the pair whose values lack most pairs.
+    Each case begins with the pair whose values lack most pairs. known: cases that there are, whose
+    pairs are not sought. new: only pairs with one of these (name, value) are. most: the number of
+    cases after which the search ends.
     """
     completion, coverage = Completion(choices, refusals), Coverage(choices)
     rng, cases, illegal, open_ = np.random.default_rng(0), [], [], coverage.different()
-    while len(left := np.argwhere(open_ & ~coverage.seen)):
+    for case in known:
+        coverage.add(case)
+    if new is not None:
+        with_new = np.array([value in new for value in coverage.values])
+        open_ &= with_new[:, None] | with_new
+    while len(cases) != most and len(left := np.argwhere(open_ & ~coverage.seen)):
         lacks = np.bincount(left.ravel(), minlength=len(coverage.values))
         places = left[lacks[left].sum(1).argmax()]
         part = coverage.part(places)
-        near = [None, *(one for one in cases if part.items() & one.items())][: NEAR + 1]
+        near = [None, *(one for one in (*cases, *known) if part.items() & one.items())][: NEAR + 1]
         order = rng.permutation(list(choices))
         tried = (filled(part, coverage, completion, order, one) for one in near)
         if case := next(filter(None, tried), None):
@@ -158,22 +172,48 @@ def pairs(choices: Mapping, refusals: Refusals) -> tuple[list[dict], list[dict]]
     return cases, [part for part in illegal if not coverage.seen[*coverage.places(part)]]
 
 
-# --- a case as a row of letters, one for each choice: the index of its value
+# --- arrays in a file: of a whole case, a row has the values that are not the first of a choice
 
 
-def described(choices: Mapping) -> dict[str, str]:
-    """Return {name: values in words}: what the letters stand for."""
-    return {name: ", ".join(map(repr, values)) for name, values in choices.items()}
+def first_of(choices: Mapping) -> dict:
+    """Return the case of first values; with those of a row, it is that of the row."""
+    return {name: values[0] for name, values in choices.items()}
 
 
-def row_of(case: Case, choices: Mapping) -> str:
-    """Return a whole case as letters."""
-    return "".join(LETTERS[values.index(case[name])] for name, values in choices.items())
+def row_of(case: Case, choices: Mapping) -> dict:
+    """Return what is not at its first value."""
+    return {name: value for name, value in case.items() if value != choices[name][0]}
 
 
-def case_of(row: str, choices: Mapping) -> dict:
-    """Return the case of a row of letters."""
-    return {
-        name: values[LETTERS.index(letter)]
-        for letter, (name, values) in zip(row, choices.items(), strict=True)
-    }
+def write(path: Path, choices: Mapping, arrays: Mapping[str, list]) -> None:
+    """Write the choices, and arrays of rows or of parts of cases, as JSON with a row on a line."""
+    lists = {"choices": [list(choice) for choice in choices.items()], **arrays}
+    path.write_text(
+        "{\n"
+        + ",\n".join(
+            f'"{name}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]"
+            for name, rows in lists.items()
+        )
+        + "\n}\n"
+    )
+
+
+def read(path: Path) -> tuple[dict, dict]:
+    """Return (choices, arrays) that `write` wrote."""
+    arrays = frozen(json.loads(path.read_text()))
+    return dict(arrays.pop("choices")), arrays
+
+
+def read_for(path: Path, choices: Mapping) -> dict:
+    """Return the arrays of a file; ValueError unless they are of these choices."""
+    known, arrays = read(path)
+    if known != choices:
+        raise ValueError(f"{path.name} is for other choices: type {COMMAND}")
+    return arrays
+
+
+def frozen(x):
+    """Return what JSON holds with tuples for lists, which JSON also makes of tuples."""
+    if isinstance(x, dict):
+        return {name: frozen(value) for name, value in x.items()}
+    return tuple(map(frozen, x)) if isinstance(x, list) else x

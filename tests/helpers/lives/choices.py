@@ -9,17 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from mpipar.config.run import ALL_REDUCES
+from mpipar.config.sections import FIELDS
 from mpipar.errors import UserError
-from mpipar.pipeline.schedules.catalog import SCHEDULES
+from mpipar.ops import KERNELS
 from mpipar.run.files.settings import ParsedConfig, over
 from mpipar.run.resolve import resolve
 from tests.helpers.lives.array import Case
 
+
+def every(name: str) -> tuple:
+    """Return the legal values of a setting."""
+    return FIELDS[name].metadata["choices"]
+
+
+def others(name: str) -> tuple:
+    """Return None and all values of a setting but its default, which None stands for."""
+    return (None, *(value for value in every(name) if value != FIELDS[name].default))
+
+
 MOST_RANKS = 4
 AXES = ("dp", "pp", "cp", "tp")
 CHOICES = {
-    "schedule": SCHEDULES,
+    "schedule": every("schedule"),
     # An axis of 3 or 4 leaves nothing to the others, so each axis has only one of the two.
     "dp": (1, 2, 3),
     "pp": (1, 2, 4),
@@ -33,34 +44,34 @@ CHOICES = {
     "outer_interval": (None, 1, 2),
     "outer_lr": (None, 0.5),
     "outer_momentum": (None, 0.6),
-    "cp_attention": (None, "ring", "gather", "ulysses"),
-    "arch": (None, "llama", "mistral", "qwen2", "mixtral"),
-    "norm": (None, "layer", "rms"),
-    "activation": (None, "gelu", "swiglu"),
-    "positions": (None, "learned", "rope"),
+    "cp_attention": others("cp_attention"),
+    "arch": others("arch"),
+    "norm": (None, *every("norm")),
+    "activation": (None, *every("activation")),
+    "positions": (None, *every("positions")),
     "rope_theta": (None, 100.0),
-    "bias": (None, "all", "qkv", "none"),
+    "bias": (None, *every("bias")),
     "tied": (None, True, False),
     "kv_heads": (None, 4, 2),
     "ffn": (31, None),  # 31 is padded for every tp
     "vocab_size": (None, 259),
-    "ffn_cut": (None, "gather", "reduce"),
+    "ffn_cut": others("ffn_cut"),
     "experts": (None, 4),
     "experts_per_token": (None, 1, 3),
     "expert_ffn": (None, 13),
     "shared_expert_ffn": (None, 11),
-    "router_balance": (None, "none", "bias"),
+    "router_balance": others("router_balance"),
     "ep": (None, 2),
     "sequence_parallel": (None, True),
-    "tp_matmul": (None, "ring"),
-    "recompute": (None, "block", "attention"),
-    "zero": (0, 1, 3),
-    "reshard_after_forward": (None, "no"),
-    "dtype": ("float64", "float32", "bfloat16", "float16"),
+    "tp_matmul": others("tp_matmul"),
+    "recompute": others("recompute"),
+    "zero": every("zero"),
+    "reshard_after_forward": others("reshard_after_forward"),
+    "dtype": ("float64", *(name for name in every("dtype") if name != "float64")),
     "loss_scale": (None, 1024.0),
-    "kernels": (None, "numpy", "numba"),
-    "optimizer": (None, "sgd", "muon"),
-    "lr_schedule": (None, "linear", "constant", "wsd"),
+    "kernels": (None, *KERNELS["cpu"]),
+    "optimizer": others("optimizer"),
+    "lr_schedule": others("lr_schedule"),
     "min_lr_ratio": (None, 0.3),
     "warmup_steps": (0, 2),
     "weight_decay": (None, 0.0),
@@ -79,7 +90,7 @@ CHOICES = {
     "eval_tokens": (None, 50),
     "sample_tokens": (3, None, 0),
     "check_comm": (None, True),
-    "all_reduce": (None, *ALL_REDUCES[1:]),
+    "all_reduce": others("all_reduce"),
     "check_replicas": (None, 1, 0),
     "trace": (None, "2:3"),
     "memory_limit": (None, 1 << 30),

@@ -1,12 +1,13 @@
-"""The covering arrays of tests.helpers.lives: no setting and no legal pair is left out."""
+"""The kept cases of lives, where no setting and no legal pair is left out, and of the law."""
 
 from functools import partial
 
+import drawn
 import numpy as np
 
 from mpipar.config.sections import FIELDS
 from tests.helpers.lives import kept
-from tests.helpers.lives.array import Completion, Coverage
+from tests.helpers.lives.array import Completion, Coverage, row_of
 from tests.helpers.lives.choices import (
     BASE,
     BASE_OF,
@@ -41,3 +42,15 @@ def test_the_kept_arrays_hold_each_value_and_each_pair():
         lived = {case[name] for case in arrays["few"]}
         legal = {value for value in values if completion.of({name: value})}
         assert lived == legal, name
+
+
+def test_cases_of_a_new_value_are_added_to_those_of_the_law():
+    """As if the cut by input were new, and another value had been first: all other cases stay."""
+    before = {**drawn.CHOICES, "ffn_cut": ("gather", None)}
+    kept = [case for case in drawn.cases(2) if case["ffn_cut"] != "reduce"]
+    rows = [row_of(case, drawn.choices_of(2) | before) for case in kept]
+    found = drawn.extended(2, before, rows)
+    assert found[drawn.MORE :] == kept
+    added = found[: drawn.MORE]
+    assert all(case["ffn_cut"] == "reduce" and not drawn.refusals(case) for case in added)
+    assert len(set(map(drawn.text_of, added))) == drawn.MORE

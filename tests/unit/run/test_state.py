@@ -30,6 +30,7 @@ from state_cases import (
 
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
+from mpipar.config.train import OPTIMIZERS
 from mpipar.errors import DataError, OutputError
 from mpipar.run.checkpoint import boxes
 from mpipar.run.checkpoint.boxes import within
@@ -82,8 +83,8 @@ def test_any_layout_reads_what_another_has_written(layout, tmp_path):
 
 
 @pytest.mark.parametrize("values", [
-    {"dtype": "float64", "optimizer": "sgd"}, {"dtype": "bfloat16", "optimizer": "muon"},
-    {"dtype": "float16", "norm": "rms"},
+    *({"dtype": "float64", "optimizer": name} for name in OPTIMIZERS),
+    {"dtype": "bfloat16", "optimizer": "muon"}, {"dtype": "float16", "norm": "rms"},
 ], ids=str)  # fmt: skip
 def test_every_kind_of_state(values, tmp_path):
     written = saved(config_for(dp=2, tp=2, **values), 4, tmp_path)

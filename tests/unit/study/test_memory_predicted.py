@@ -9,6 +9,7 @@ from mpipar.comm.grid import Grid
 from mpipar.comm.recorder import Recorder
 from mpipar.config.resolve import resolve
 from mpipar.config.sections import build
+from mpipar.config.train import OPTIMIZERS
 from mpipar.ops.shape_ops import Ledger
 from mpipar.run.console.metrics import PeakMemory
 from mpipar.run.data import rows
@@ -19,12 +20,11 @@ SHARE, LEAST_BYTES = 0.05, 1 << 20  # the larger of the two is how far a predict
 TINY = {"dp": 1, "pp": 1, "tp": 1, "batch_size": 16, "num_microbatches": 4}
 WIDE = TINY | {"layers": 2, "d_model": 256, "heads": 8, "seq_len": 128}
 CASES = {
-    "tiny": TINY,
+    **{name: TINY | {"optimizer": name} for name in OPTIMIZERS},
     "rms": TINY | {"norm": "rms"},
     "wide": WIDE,
     "recompute": WIDE | {"recompute": "block"},
     "bfloat16": TINY | {"dtype": "bfloat16"},
-    "sgd": TINY | {"optimizer": "sgd"},
     "llama": TINY | {"arch": "llama"},
     "long": TINY | {"layers": 1, "seq_len": 512, "batch_size": 4},
 }
@@ -45,7 +45,7 @@ def measured(config) -> PeakMemory:
     return memory
 
 
-USUAL = {("tiny", "numpy"), ("long", "numpy")}
+USUAL = {(case, "numpy") for case in (*OPTIMIZERS, "long")}
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,7 @@ ON_GPU = {
 
 
 GPU_CASES = {
-    "sgd": {"optimizer": "sgd"},
-    "adamw": {},
+    **{name: {"optimizer": name} for name in OPTIMIZERS},
     "logits": {"vocab_size": 4999},
     "long": {"layers": 1, "seq_len": 256},
     "recompute": {"recompute": "block"},
