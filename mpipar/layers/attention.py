@@ -95,6 +95,7 @@ class Attention:
             whole = self.ops.empty(dkv.shape, dkv.dtype, label="buffers")
             self.ops.copy(whole, dkv)
             self.ops.copy(dkv, self.kv.all_reduce(whole, f"{self.name}.kv"))
+            del whole
         self.qkv.backward_weight(stash)
 
     def _by_head(self, x: Array) -> Array:

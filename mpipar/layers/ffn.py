@@ -4,7 +4,7 @@ The pair (column, row) cuts the first product by its output channels and the sec
 channels, so the wide activations never travel: there is one all-reduce forward and one backward.
 (gather, gather) cuts both by output channels and gathers after each, as textbooks draw a
 partitioned layer. Where tokens are cut between the products, x and y are (B, T/tp, D) and the
-barriers are those of that pair of cuts. Which cuts: `models.decoder.linears_of`; the `Comm:` lines
+barriers are those of that pair of cuts. `models.decoder.feed_forward` chooses; the `Comm:` lines
 here are those of (column, row). Letters: B batch, T tokens, D model width, F ffn width.
 """
 

@@ -1,6 +1,6 @@
 """The linear layers by cut: a row of LINEARS is a class of layers/parallel.
 
-Which one a product of the decoder has: `models.decoder.linears_of`.
+Which one a product of the decoder has: `linears_of` and `feed_forward` of `models.decoder`.
 """
 
 from __future__ import annotations

@@ -323,7 +323,9 @@ class ArrayOps(AttentionFormulas, ExpertFormulas):
         best[..., 0], best[..., 1] = -np.inf, start
         if take:
             top = valid.max(axis=1)
-            last = xp.partition(valid, columns - take, axis=1)[:, columns - take]
+            last = (  # of those taken: a partition costs much more than a maximum
+                xp.partition(valid, columns - take, axis=1)[:, columns - take] if take > 1 else top
+            )
             for row in range(len(valid)):
                 # Only logits that reach the last place are sorted, including all that equal it.
                 ids = xp.nonzero(valid[row] >= last[row])[0]

@@ -68,7 +68,7 @@ class CupyOps(ArrayOps):
     )
     table_multiple = 128
     oldest_device = 0  # compute capability
-    checksum_block = 1 << 22  # few kernels, and 64 MiB of temporaries
+    checksum_block = 1 << 22  # few kernels, and 96 MiB of temporaries
 
     def __init__(self, dtype: DTypeLike, gemm: str = "blas", host_rank: int = 0) -> None:
         super().__init__(_usable_cupy(host_rank), dtype, "cuda")

@@ -185,7 +185,7 @@ class RingTransport(StepwiseTransport):
     def summed(self, x: Array) -> Steps:
         pieces, tag = self.pieces(x), self.next_tag()
         room = np.empty_like(pieces[0])
-        for hop in range(1, self.size):  # afterwards pieces[index] is a whole sum
+        for hop in range(1, self.size):  # afterwards pieces[group_rank] is a whole sum
             sent, grown = (pieces[(self.group_rank - hop - ahead) % self.size] for ahead in (0, 1))
             yield self.hop(tag, sent, room[: len(grown)])
             add(grown, room[: len(grown)], grown)

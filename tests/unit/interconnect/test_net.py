@@ -126,7 +126,7 @@ def test_room_is_that_of_all_ranks_of_a_host():
 
 
 def at_of(index, ranks, size, **more):
-    comm = SimpleNamespace(index=index, size=ranks)
+    comm = SimpleNamespace(group_rank=index, size=ranks)
     ops = SimpleNamespace(dtype=np.dtype("float32"))
     return At(comm, None, ops, size, **more)
 
