@@ -120,28 +120,19 @@ def rmsnorm(ops, rng):
 
 
 def embedding(ops, rng):
-    ids, positions = rng.integers(0, 9, (2, 5)), np.array([6, 0, 3, 1, 4])
-    table, places = rng.standard_normal((4, 3)), rng.standard_normal((7, 3))
+    ids, at = rng.integers(0, 9, (2, 5)), np.array([6, 0, 3, 1, 4])
     dy = rng.standard_normal((2, 5, 3))
-
-    def terms():
-        return ops.position_forward(ops.embedding_forward(ids, table, 3), positions, places) * dy
-
-    return terms, [
+    table, places = rng.standard_normal((4, 3)), rng.standard_normal((7, 3))
+    return lambda: ops.position_forward(ops.embedding_forward(ids, table, 3), at, places) * dy, [
         (table, added(table, lambda out: ops.embedding_backward_weight(ids, dy, out, 3))),
-        (places, added(places, lambda out: ops.position_backward_weight(positions, dy, out))),
+        (places, added(places, lambda out: ops.position_backward_weight(at, dy, out))),
     ]
 
 
 def cross_entropy(ops, rng):
     logits, targets = rng.standard_normal((5, 9)), rng.integers(0, 9, 5)
-
-    def loss():
-        return ops.cross_entropy_combine(ops.cross_entropy_forward(logits, targets, 0, 9)[None])
-
-    dlogits = logits.copy()
-    ops.cross_entropy_backward_input(dlogits, targets, loss()[1], 0, 9, 0.25)
-    return lambda: 0.25 * loss()[0], [(logits, dlogits)]
+    _, dlogits = padded_loss(ops, logits, targets, 9, 3, 0.25)
+    return lambda: 0.25 * padded_loss(ops, logits, targets, 9, 3, 0.25)[0], [(logits, dlogits)]
 
 
 def turned(ops, x, positions, table, function="rope_forward"):
@@ -194,9 +185,8 @@ def balance(ops, rng):
     def terms():
         return 0.3 * loads[:, None] * np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
 
-    out = np.zeros_like(logits)
-    ops.balance_backward_input(out, logits, loads, 0.3)
-    return terms, [(logits, out)]
+    add = ops.balance_backward_input
+    return terms, [(logits, added(logits, lambda out: add(out, logits, loads, 0.3)))]
 
 
 GRADIENTS = (
