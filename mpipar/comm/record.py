@@ -2,7 +2,7 @@
 
 A record has two places. `site` is the line that crosses the barrier, and `cut` is the line inside
 the cut that calls the group. The site is found by going outwards from the caller of the group, past
-`layers/parallel/` and what `recorder.BELOW_SITE` names besides; the first line beyond is the site.
+the modules of `recorder.BELOW_SITE`, such as all cuts; the first line beyond is the site.
 ffn.down and attn.proj, which share a cut, thus have different sites.
 """
 

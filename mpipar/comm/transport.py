@@ -25,7 +25,7 @@ class Transport(Protocol):
     """How the arrays of one group travel; the docstrings of `Comm` describe each call.
 
     all_reduce, broadcast, reduce and all posted operations work in place: ireduce_scatter leaves
-    this rank's part of the sum in x[0], and iall_gather finds this rank's part in x[group_rank]. The
+    this rank's part of the sum in x[0], and iall_gather finds its part in x[group_rank]. The
     others return what arrived.
 
     carrier: what carries the bytes, as text. in_order: whether messages are matched by their order

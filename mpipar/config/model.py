@@ -21,7 +21,8 @@ ARCHS = {
 }
 OF_ROPE = ("positions", "rope")
 OF_EXPERTS = ("experts",)  # for any number of experts
-CUTS = {"ffn_cut", "sequence_parallel", "tp_matmul"}  # how a layer is cut: not the model's shape
+# How layers are cut, which is not the model's shape.
+CUT_SETTINGS = {"ffn_cut", "sequence_parallel", "tp_matmul"}
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ RULES = (
     Rule(
         "cut of a gate",
         ("ffn_cut", "activation"),
-        lambda v: v.ffn_cut != "pair" and v.activation == "swiglu",
+        lambda v: v.ffn_cut in ("gather", "reduce") and v.activation == "swiglu",
         "gather and reduce each cut a single product, and swiglu's up-projection has two; use"
         " --ffn-cut pair",
     ),
@@ -166,7 +166,7 @@ RULES = (
         "cut of tokens",
         ("ffn_cut", "sequence_parallel"),
         lambda v: v.ffn_cut != "pair" and v.sequence_parallel,
-        "gather and reduce keep all tokens on every rank, and sequence parallelism does not; use"
+        "{ffn_cut} keeps all tokens on every rank, and sequence parallelism does not; use"
         " --ffn-cut pair, or leave --sequence-parallel out",
     ),
     Rule(

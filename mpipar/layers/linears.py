@@ -1,6 +1,6 @@
 """The linear layers by cut: a row of LINEARS is a class of layers/parallel.
 
-Which one a product of the decoder has: `linears_of` and `feed_forward` of `models.decoder`.
+Which one a product of the decoder has: `models.decoder.linears_of`, and FFN_CUTS for --ffn-cut.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ LINEARS = Linears(
     column_ring=ColumnRingLinear,
     row_ring=RowRingLinear,
 )
+# By --ffn-cut, the cuts of a feed-forward network's two products; pair: those of `linears_of`.
+FFN_CUTS = {"gather": ("gather", "gather"), "reduce": ("reduce", "reduce")}
 
 
 def make_linear(*arguments: Any, cut: str, **named: Any) -> Linear:

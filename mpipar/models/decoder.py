@@ -18,7 +18,7 @@ from mpipar.layers.attention import Attention
 from mpipar.layers.context import Context
 from mpipar.layers.embedding import EMBEDDINGS
 from mpipar.layers.ffn import FFNS, FeedForward
-from mpipar.layers.linears import LINEARS
+from mpipar.layers.linears import FFN_CUTS, LINEARS
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.moe import MixtureOfExperts
 from mpipar.layers.norm import NORMS, Norm, Residual
@@ -108,14 +108,15 @@ def attention(
 
 def feed_forward(context: Context, config: ModelConfig, name: str, ffn: int) -> FeedForward:
     """Return a feed-forward network of this width, which is divided among the ranks of tp."""
-    Column, Row = linears_of(context, config)
+    Up, Down = linears_of(context, config)
     if config.ffn_cut != "pair":
-        Column = Row = LINEARS[config.ffn_cut]
+        Up, Down = (LINEARS[cut] for cut in FFN_CUTS[config.ffn_cut])
     kind, width = FFNS[config.activation], config.d_model
     wide = {f"{name}.{tensor}": ((ffn,), "tp") for tensor in kind.tensors}
     bias, rows = config.bias == "all", config.rows
-    up = Column(context, f"{name}.up", (width,), wide, std=STD, bias=bias, rows=rows)
-    down = Row(context, f"{name}.down", (ffn,), (width,), std=out_std(config), bias=bias, rows=rows)
+    up = Up(context, f"{name}.up", (width,), wide, std=STD, bias=bias, rows=rows)
+    std = out_std(config)
+    down = Down(context, f"{name}.down", (ffn,), (width,), std=std, bias=bias, rows=rows)
     return kind(name, up, down)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from mpipar.comm.grid import AXES, LAYOUT
 from mpipar.comm.objects import all_gather_objects, broadcast_text
 from mpipar.config.grid import sizes_text
-from mpipar.config.model import CUTS, ModelConfig
+from mpipar.config.model import CUT_SETTINGS, ModelConfig
 from mpipar.config.resolve import typed
 from mpipar.config.run import AUTO, NEVER, named_folder
 from mpipar.config.sections import named
@@ -237,7 +237,7 @@ def resumed(parsed, saved: Mapping[str, object], world_size: int):
 
 def unchangeable(given: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
     """Return a problem for each value that the user names differently from the saved run."""
-    shape = [one.name for one in fields(ModelConfig) if one.name not in CUTS]
+    shape = [one.name for one in fields(ModelConfig) if one.name not in CUT_SETTINGS]
     return [
         f"{named(name)} {typed(given[name])}: can't change in a resumed run, which has"
         f" {typed(saved[name]) if name in saved else 'the default'}; leave {named(name)} out, or"

@@ -124,7 +124,7 @@ def basics(ops, make, sizes):
     ops.synchronize()
     out |= {"copy": copied, "fill": filled, "accumulate": ops.accumulate(x, y)}
     out["scale"] = ops.scale(grad, 0.3)
-    return out
+    return out | {"add_parts": ops.add_parts(larger)}
 
 
 def products(ops, make, sizes):
@@ -268,13 +268,15 @@ def loss(ops, make, sizes):
 def updates(ops, make, sizes):
     size = sizes.width * sizes.inner
     data, grad, m, v = make.sums(size), make.sums(size), make.sums(size), make.positive(size)
-    plain_data = make.sums(size)
+    plain_data, signed = make.sums(size), make.sums(size)
     ops.sgd_step(plain_data, grad, 0.1)
+    ops.sign_step(signed, grad, 0.1)
     ops.adamw_step(data, grad, m, v, ADAMW)
     state = make.sums(size), make.sums(size), make.sums(size), make.positive(size)
     ops.adamw_runs(*state, runs_of(size), ADAMW)
     return {
         "sgd_step": plain_data,
+        "sign_step": signed,
         "adamw data": data,
         "adamw m": m,
         "adamw v": v,

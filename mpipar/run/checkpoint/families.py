@@ -8,8 +8,10 @@ and must agree; the first is written, which both versions read.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
+from mpipar.config.model import CUT_SETTINGS, ModelConfig
+from mpipar.config.sections import not_taken
 from mpipar.config.text import shown
 from mpipar.errors import broken
 from mpipar.run.files.bounded import built
@@ -24,6 +26,9 @@ ROPE = {"default": (), "linear": ("factor",), "llama3": SCALING}  # type: its pa
 OF_ROPE = {"rope_scaling", "rope_parameters", SCALING[-1], "layer_types"}
 ROUTER = "router_aux_loss_coef"
 SUFFIX = {"w": "weight", "b": "bias"}
+# The fields of ModelConfig that every config.json can say, and those of rotations and of experts.
+SAID = {"arch", "bias", "tied", "norm_eps", "seq_len", "max_positions", *DEFAULTS}
+ROTATIONS, ROUTING = {"rope_theta", "rope_scaling"}, {"router_balance", "router_loss_coef"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class Family:
     their last axis alone as its columns. experts: {parameter: the matrices that each expert has of
     it in the files, in order}. numbers: {field of ModelConfig: that of config.json}, in an order in
     which those that may be missing follow what they depend on; optional: those. eps: the field of
-    the norms' epsilon. always: what the family implies about a ModelConfig. biases: {value of
+    the norms' epsilon. always: what the family fixes in a ModelConfig. biases: {value of
     --bias: fields of config.json that say so}. missing: values of missing fields. written: fields
     that are always written. copies: {field of config.json: that of ModelConfig} of numbers that are
     written a second time.
@@ -71,6 +76,15 @@ class Family:
         own = {*self.computed, *self.numbers.values(), *self.copies, *self.missing, *flags}
         return own | OF_ROPE if self.rotates else own
 
+    @property
+    def implied(self) -> dict[str, object]:
+        """What it says of a ModelConfig in any case: `always`, and defaults of unknown fields."""
+        said = SAID | CUT_SETTINGS | self.numbers.keys()
+        said |= ROTATIONS if self.rotates else set()
+        said |= ROUTING if self.experts else set()
+        unknown = [one for one in fields(ModelConfig) if one.name not in said]
+        return {one.name: one.default for one in unknown} | self.always
+
     def tensors(self, param) -> dict[str, tuple[int, ...]]:
         """Return them as Hugging Face saves a model with head: two axes, biases and norms one.
 
@@ -96,14 +110,17 @@ class Family:
 
     def describes(self, model) -> bool:
         """Return whether config.json can say what a completed ModelConfig computes."""
-        usual = DEFAULTS.keys() - self.numbers.keys()
-        implied = {name: DEFAULTS[name](vars(model)) for name in usual} | self.always
+        values, usual = vars(model), DEFAULTS.keys() - self.numbers.keys()
+        implied = {name: DEFAULTS[name](values) for name in usual} | self.implied
         return (
             (model.arch, model.bias) in [(self.kind, bias) for bias in self.biases]
             and model.d_model % model.heads == 0
-            and all(getattr(model, name) == value for name, value in implied.items())
-            and bool(self.experts) == bool(model.experts)
-            and not (self.experts and model.router_balance == "bias")
+            and all(
+                values[name] == value
+                for name, value in implied.items()
+                if not_taken(name, values) is None
+            )
+            and (not self.experts or (model.experts and model.router_balance in ("loss", "none")))
         )
 
     def to_json(self, model, dtype: str) -> dict:
@@ -153,7 +170,7 @@ class Family:
         values = {
             **{name: default(values) for name, default in DEFAULTS.items() if name not in values},
             **values,
-            **self.always,
+            **self.implied,
             "arch": self.kind,
             "bias": biases[0] if biases else "none",
             "tied": built(bool, said["tie_word_embeddings"], "tie_word_embeddings"),
@@ -165,7 +182,8 @@ class Family:
             coef = built(float, said[ROUTER], ROUTER)
             values["router_balance"] = "loss" if coef else "none"
             values |= {"router_loss_coef": coef} if coef else {}
-        return values, wrong
+        taken = {name: one for name, one in values.items() if not_taken(name, values) is None}
+        return taken, wrong
 
     def _rotations(self, found: dict, said: dict, values: dict, seq_len: int | None) -> list[str]:
         """Add what a config.json says about rotations and windows to the ModelConfig fields.
@@ -270,7 +288,7 @@ GPT2 = Family(
     },
     optional=("ffn",),
     eps="layer_norm_epsilon",
-    always={"norm": "layer", "activation": "gelu", "positions": "learned", "experts": None},
+    always={"norm": "layer", "activation": "gelu", "positions": "learned"},
     biases={"all": {}},
     missing={"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
     written={
@@ -324,7 +342,7 @@ LLAMA = Family(
     },
     optional=("kv_heads", "head_dim"),  # the first Llamas do not name kv_heads
     eps="rms_norm_eps",
-    always={"norm": "rms", "activation": "swiglu", "positions": "rope", "experts": None},
+    always={"norm": "rms", "activation": "swiglu", "positions": "rope"},
     biases={
         "none": {"attention_bias": False, "mlp_bias": False},
         "all": {"attention_bias": True, "mlp_bias": True},
@@ -363,13 +381,6 @@ MIXTRAL = replace(
         "expert_ffn": "intermediate_size",
         "experts": "num_local_experts",
         "experts_per_token": "num_experts_per_tok",
-    },
-    always={
-        "norm": "rms",
-        "activation": "swiglu",
-        "positions": "rope",
-        "expert_interval": 1,
-        "shared_expert_ffn": None,
     },
     missing=MISTRAL.missing
     | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None, ROUTER: 0.001},

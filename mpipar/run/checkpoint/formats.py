@@ -15,7 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar
 
-from mpipar.config.model import CUTS, ModelConfig
+from mpipar.config.model import CUT_SETTINGS, ModelConfig
 from mpipar.config.names import CONSTANT
 from mpipar.config.sections import FIELDS, build, not_taken
 from mpipar.config.setting import field_problem
@@ -26,7 +26,8 @@ from mpipar.run.checkpoint.manifest import NAME, STEP_FOLDER, read_manifest
 from mpipar.run.files.bounded import built, problems_as, read_json
 from mpipar.run.files.settings import values_of
 
-OF_WEIGHTS = [one for one in fields(ModelConfig) if one.name not in CUTS]  # they fix these fields
+# The fields that weights fix.
+OF_WEIGHTS = [one for one in fields(ModelConfig) if one.name not in CUT_SETTINGS]
 
 
 class Own:

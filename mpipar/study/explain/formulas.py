@@ -39,16 +39,6 @@ FACTORS = {
     "all_to_all": "(q-1)/q",
     "all_to_allv": "1",
 }  # its payload has only rows for others
-# By kind of barrier: how often a rank sends the Barrier's payload, as a number and a factor.
-SENT = {
-    "all_reduce": (2, "(q-1)/q"),
-    "all_to_all": (1, "(q-1)/q"),
-    "all_to_allv": (1, "(q-1)/q"),
-    "all_gather": (1, "(q-1)"),
-    "reduce_scatter": (1, "(q-1)"),
-    "ring": (1, "(q-1)"),
-    "ring_home": (1, "q"),
-}
 
 
 def units_of(config) -> tuple[UnitCosts, Letters]:
@@ -93,19 +83,13 @@ def sent_text(barriers: Iterable[Barrier]) -> str:
     """Return the formula of what a rank sends in some barriers."""
     factors: dict[str, list[Sum]] = {}
     for barrier in barriers:
-        often, factor = SENT[barrier.kind]
+        often, factor = KINDS[barrier.kind].sent
         factors.setdefault(factor, []).extend([barrier.carries] * often)
     return " + ".join(
         (f"{often:.0f}" if often > 1 else "") + f"{factor} * {'*'.join(letters)}"
         for factor, sums in factors.items()
         for letters, often in total(sums).items()
     )
-
-
-def payload_text(barrier: Barrier) -> str:
-    """Return the formula of one operation's payload."""
-    factor = {2: "q * ", 0.5: "(q-1)/q * "}.get(KINDS[barrier.kind].pieces(2), "")
-    return factor + text(barrier.carries)
 
 
 def payload(record, costs: tuple[UnitCosts, Letters], group_size: int) -> tuple[str, float] | None:
@@ -120,7 +104,7 @@ def payload(record, costs: tuple[UnitCosts, Letters], group_size: int) -> tuple[
         return text(units.stream), value(units.stream, sizes)
     phase = "F" if record.phase == "recompute" else record.phase
     found = (
-        (payload_text(barrier), barrier.payload(sizes, group_size))
+        (KINDS[barrier.kind].factor + text(barrier.carries), barrier.payload(sizes, group_size))
         for cost in (units.entry, *units.kinds, units.head)
         for barrier in cost.barriers
         if (barrier.name, barrier.phase) == (family(record.name), phase)

@@ -21,6 +21,7 @@ from mpipar.config.model import ModelConfig
 from mpipar.layers.attention import Attention
 from mpipar.layers.embedding import EMBEDDINGS, Embedding, TokenEmbedding
 from mpipar.layers.ffn import FFNS, FeedForward, GatedFeedForward
+from mpipar.layers.linears import FFN_CUTS
 from mpipar.layers.loss import CrossEntropy, Head
 from mpipar.layers.moe import MixtureOfExperts
 from mpipar.layers.norm import NORMS, LayerNorm, RMSNorm
@@ -72,12 +73,15 @@ class Kind(NamedTuple):
     """How a kind of barrier is carried out in a group of q ranks.
 
     operations: those that it records. rounds: how often each takes place. pieces: the payload of
-    one operation, as a multiple of what the Barrier carries.
+    one operation, as a multiple of what the Barrier carries. factor: the same multiple in formulas.
+    sent: how often a rank sends what the Barrier carries, as a number and a formula of q.
     """
 
     operations: tuple[str, ...]
     rounds: Callable[[int], int]
     pieces: Callable[[int], float]
+    factor: str
+    sent: tuple[int, str]
 
 
 def once(_q: int) -> int:
@@ -91,13 +95,16 @@ def all_of(q: int) -> int:
 
 
 KINDS = {
-    "all_reduce": Kind(("all_reduce",), once, once),
-    "all_gather": Kind(("all_gather",), once, all_of),
-    "reduce_scatter": Kind(("reduce_scatter",), once, all_of),
-    "all_to_all": Kind(("all_to_all",), once, once),
-    "all_to_allv": Kind(("all_to_allv",), once, lambda q: (q - 1) / q),  # for equal parts
-    "ring": Kind(("send", "recv"), lambda q: q - 1, once),
-    "ring_home": Kind(("send", "recv"), all_of, once),  # the last message brings a sum home
+    "all_reduce": Kind(("all_reduce",), once, once, "", (2, "(q-1)/q")),
+    "all_gather": Kind(("all_gather",), once, all_of, "q * ", (1, "(q-1)")),
+    "reduce_scatter": Kind(("reduce_scatter",), once, all_of, "q * ", (1, "(q-1)")),
+    "all_to_all": Kind(("all_to_all",), once, once, "", (1, "(q-1)/q")),
+    "all_to_allv": Kind(  # for equal parts
+        ("all_to_allv",), once, lambda q: (q - 1) / q, "(q-1)/q * ", (1, "(q-1)/q")
+    ),
+    "ring": Kind(("send", "recv"), lambda q: q - 1, once, "", (1, "(q-1)")),
+    # The last message brings a sum home.
+    "ring_home": Kind(("send", "recv"), all_of, once, "", (1, "q")),
 }
 
 
@@ -170,7 +177,8 @@ class Cut(NamedTuple):
     barriers: tuple[tuple[str, str, str], ...]
 
 
-CUTS = {
+# By the name in LINEARS.
+CUT_COSTS = {
     "column": Cut("y", False, (("I", "all_reduce", "x"),)),
     "row": Cut("x", False, (("F", "all_reduce", "y"),)),
     "gather": Cut("y", False, (("F", "all_gather", "y"), ("I", "all_reduce", "x"))),
@@ -256,7 +264,7 @@ def sides(cut: str, inner: str, outer: str) -> dict[str, tuple[str, str]]:
 
     A cut that gathers one side by width leaves the whole array on every rank.
     """
-    one, whole = CUTS[cut], {"x": inner, "y": outer}
+    one, whole = CUT_COSTS[cut], {"x": inner, "y": outer}
     own = whole | {one.side: whole[one.side].translate(PIECES)}
     gathered = {side for _, kind, side in one.barriers if kind == "all_gather" and not one.tokens}
     return {side: (own[side], (whole if side in gathered else own)[side]) for side in "xy"}
@@ -267,7 +275,7 @@ def product(name: str, cut: str, inner: str, outer: str, *, again: bool = True) 
 
     again: see Barrier.
     """
-    one, widths = CUTS[cut], sides(cut, inner, outer)
+    one, widths = CUT_COSTS[cut], sides(cut, inner, outer)
     held = "B*t" if one.tokens else "B*T"
     # A cut that gathers x again for the weight gradient keeps only its own tokens of x.
     pieces = any(phase == "W" for phase, *_ in one.barriers)
@@ -330,13 +338,13 @@ def attention(case: Case, name: str) -> Cost:
 
 def feed_forward(case: Case, name: str, width: str, *, gated: bool) -> Cost:
     """Return the Cost of a feed-forward network. width: the letter of its own width."""
-    cut = case.config.ffn_cut
-    cuts, wide = case.pair if cut == "pair" else (cut, cut), width * (1 + gated)
-    up = product(f"{name}.up", cuts[0], "D", wide)
-    down = product(f"{name}.down", cuts[1], width, "D", again=False)
+    cut, wide = case.config.ffn_cut, width * (1 + gated)
+    up_cut, down_cut = case.pair if cut == "pair" else FFN_CUTS[cut]
+    up = product(f"{name}.up", up_cut, "D", wide)
+    down = product(f"{name}.down", down_cut, width, "D", again=False)
     if gated:
         down = down._replace(stash=NOTHING)
-    return together(up, Cost(stash=array("B*T", sides(cuts[0], "D", wide)["y"][1])), down)
+    return together(up, Cost(stash=array("B*T", sides(up_cut, "D", wide)["y"][1])), down)
 
 
 def experts(case: Case, name: str) -> Cost:

@@ -111,6 +111,10 @@ BROKEN = {
 }
 
 
+def test_each_cut_is_broken():
+    assert LINEARS.keys() <= set().union(*(cuts for _, _, cuts in BROKEN.values()))
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("function", BROKEN)
 def test_dropped_barrier_is_caught(function, monkeypatch):

@@ -52,6 +52,7 @@ def test_what_is_rounded_and_what_is_not(dtype):
         " mean",
         "rstd",
         "sgd",
+        "sign_step",
         "adamw",
         "combine",
         "scale",

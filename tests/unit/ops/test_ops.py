@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from attention_cases import Case
 from helpers import assert_close
 from ops_cases import (
     ADAMW,
@@ -14,8 +15,11 @@ from ops_cases import (
     runs_of,
 )
 
+from mpipar.comm.recorder import Recorder
 from mpipar.ops import make, numpy_attention, numpy_ops
 from mpipar.ops.array_attention import rope_frequencies, rope_table
+from mpipar.ops.functions import FUNCTIONS
+from mpipar.ops.timed_ops import TimedOps
 
 DIFFERENCES = 1e-6
 
@@ -39,61 +43,171 @@ def ops(request, monkeypatch):
     return implementation_of(request.param)
 
 
-def test_matmul_and_bias_gradients(ops, rng):
+def functions_called(run):
+    """The names of the array functions that run(ops) calls."""
+    recorder = Recorder()
+    ops = TimedOps(plain(), recorder)
+    ops.active = True
+    run(ops)
+    return {function for _, function, *_ in recorder.operations}
+
+
+def test_every_function_is_called():
+    """Except the checksum, which is of the bits: those of each type are others."""
+    assert functions_called(call_every_op) == FUNCTIONS.keys() - {"checksum"}
+
+
+# Gradients and differences. Each function returns one for the terms of a loss, and the arrays that
+# it reads, each with the gradient by the functions of the backward pass.
+
+
+def added(like, add):
+    """What a function adds to a gradient, which may hold something."""
+    out = np.ones_like(like)
+    add(out)
+    return out - 1
+
+
+def product(ops, rng):
     x, w, b = rng.standard_normal((2, 3, 5)), rng.standard_normal((5, 7)), rng.standard_normal(7)
     dy = rng.standard_normal((2, 3, 7))
-
-    def loss():
-        return float((ops.bias_forward(ops.matmul(x, w), b) * dy).sum())
-
-    dw, db = np.ones_like(w), np.ones_like(b)
-    ops.matmul_tn_add(x, dy, dw)
-    ops.bias_backward_weight(dy, db)
-    dx = ops.matmul_nt(dy, w)
-    assert_close(dx, numeric_gradient(loss, x), DIFFERENCES, "dx")
-    assert_close(dw, 1 + numeric_gradient(loss, w), DIFFERENCES, "dw")
-    assert_close(db, 1 + numeric_gradient(loss, b), DIFFERENCES, "db")
+    return lambda: ops.bias_forward(ops.matmul(x, w), b) * dy, [
+        (x, ops.matmul_nt(dy, w)),
+        (w, added(w, lambda dw: ops.matmul_tn_add(x, dy, dw))),
+        (b, added(b, lambda db: ops.bias_backward_weight(dy, db))),
+    ]
 
 
-def test_gelu_gradient(ops, rng):
+def grouped_product(ops, rng):
+    x, w, counts = rng.standard_normal((6, 3)), rng.standard_normal((3, 3, 4)), [2, 0, 4]
+    dy = rng.standard_normal((6, 4))
+    return lambda: ops.grouped_matmul(x, w, counts) * dy, [
+        (x, ops.grouped_matmul_nt(dy, w, counts)),
+        (w, added(w, lambda dw: ops.grouped_matmul_tn_add(x, dy, dw, counts))),
+    ]
+
+
+def gelu(ops, rng):
     x, dy = 2 * rng.standard_normal((3, 5, 7)), rng.standard_normal((3, 5, 7))
-    numeric = numeric_gradient(lambda: float((ops.gelu_forward(x) * dy).sum()), x)
-    assert_close(ops.gelu_backward_input(dy, x), numeric, DIFFERENCES, "dx")
+    return lambda: ops.gelu_forward(x) * dy, [(x, ops.gelu_backward_input(dy, x))]
 
 
-@pytest.mark.parametrize(("norm", "names"), [("layernorm", "wb"), ("rmsnorm", "w")])
-def test_norm_gradients(ops, rng, norm, names):
+def swiglu(ops, rng):
+    h, dy = 2 * rng.standard_normal((3, 5, 2, 7)), rng.standard_normal((3, 5, 7))
+    return lambda: ops.swiglu_forward(h) * dy, [(h, ops.swiglu_backward_input(dy, h)[0])]
+
+
+def layernorm(ops, rng):
     x, dy = rng.standard_normal((3, 5, 7)) + 2.0, rng.standard_normal((3, 5, 7))
-    params, grads = [rng.standard_normal(7) for _ in names], [np.ones(7) for _ in names]
-    forward, backward_input, backward_weight = (
-        getattr(ops, f"{norm}_{part}") for part in ("forward", "backward_input", "backward_weight")
-    )
-
-    def loss():
-        return float((forward(x, *params, 1e-3)[0] * dy).sum())
-
-    _, *statistics = forward(x, *params, 1e-3)
-    backward_weight(dy, x, *statistics, *grads)
-    dx = backward_input(dy, x, params[0], *statistics)
-    assert_close(dx, numeric_gradient(loss, x), DIFFERENCES, "dx")
-    for name, param, grad in zip(names, params, grads, strict=True):
-        assert_close(grad, 1 + numeric_gradient(loss, param), DIFFERENCES, f"d{name}")
+    w, b = rng.standard_normal((2, 7))
+    _, *kept = ops.layernorm_forward(x, w, b, 1e-3)
+    dw, db = added(np.stack([w, b]), lambda out: ops.layernorm_backward_weight(dy, x, *kept, *out))
+    return lambda: ops.layernorm_forward(x, w, b, 1e-3)[0] * dy, [
+        (x, ops.layernorm_backward_input(dy, x, w, *kept)),
+        (w, dw),
+        (b, db),
+    ]
 
 
-def test_embedding_gradients(ops, rng):
-    ids, positions = rng.integers(0, 9, (2, 5)), np.array([6, 0, 3, 1, 4])
+def rmsnorm(ops, rng):
+    x, dy = rng.standard_normal((3, 5, 7)) + 2.0, rng.standard_normal((3, 5, 7))
+    w = rng.standard_normal(7)
+    _, rstd = ops.rmsnorm_forward(x, w, 1e-3)
+    return lambda: ops.rmsnorm_forward(x, w, 1e-3)[0] * dy, [
+        (x, ops.rmsnorm_backward_input(dy, x, w, rstd)),
+        (w, added(w, lambda dw: ops.rmsnorm_backward_weight(dy, x, rstd, dw))),
+    ]
+
+
+def embedding(ops, rng):
+    ids, at = rng.integers(0, 9, (2, 5)), np.array([6, 0, 3, 1, 4])
+    dy = rng.standard_normal((2, 5, 3))
     table, places = rng.standard_normal((4, 3)), rng.standard_normal((7, 3))
-    dy, start = rng.standard_normal((2, 5, 3)), 3
+    return lambda: ops.position_forward(ops.embedding_forward(ids, table, 3), at, places) * dy, [
+        (table, added(table, lambda out: ops.embedding_backward_weight(ids, dy, out, 3))),
+        (places, added(places, lambda out: ops.position_backward_weight(at, dy, out))),
+    ]
 
-    def loss():
-        x = ops.embedding_forward(ids, table, start)
-        return float((ops.position_forward(x, positions, places) * dy).sum())
 
-    dtable, dplaces = np.ones_like(table), np.ones_like(places)
-    ops.embedding_backward_weight(ids, dy, dtable, start)
-    ops.position_backward_weight(positions, dy, dplaces)
-    assert_close(dtable, 1 + numeric_gradient(loss, table), DIFFERENCES, "dtable")
-    assert_close(dplaces, 1 + numeric_gradient(loss, places), DIFFERENCES, "dplaces")
+def cross_entropy(ops, rng):
+    logits, targets = rng.standard_normal((5, 9)), rng.integers(0, 9, 5)
+    _, dlogits = padded_loss(ops, logits, targets, 9, 3, 0.25)
+    return lambda: 0.25 * padded_loss(ops, logits, targets, 9, 3, 0.25)[0], [(logits, dlogits)]
+
+
+def turned(ops, x, positions, table, function="rope_forward"):
+    """A turned copy of x."""
+    x = x.copy()
+    assert getattr(ops, function)(x, positions, table) is x
+    return x
+
+
+def rope(ops, rng):
+    x, dy = rng.standard_normal((2, 2, 5, 3, 6))
+    turns = np.array([7, 0, 3, 4, 1]), rope_table(8, 6, 10.0, ())
+    return lambda: turned(ops, x, *turns) * dy, [
+        (x, turned(ops, dy, *turns, "rope_backward_input"))
+    ]
+
+
+def attention(ops, rng, form="saved", function="attention_forward"):
+    """With two query heads per key head; query 0 sees no key."""
+    case = Case(rng, (2, 3, 5, 4, 2, 3), (np.arange(3) * 3, np.arange(5) * 2 + 1))
+    q_k_pos = case.q_pos, case.k_pos
+    return lambda: getattr(ops, function)(*case.qkv, *q_k_pos)[0] * case.dy, [
+        *zip(case.qkv, getattr(case, form)(ops)[2:], strict=True)
+    ]
+
+
+def attention_block(ops, rng):
+    return attention(ops, rng, "block", "attention_block_forward")
+
+
+def router(ops, rng):
+    x, w, dlogits = (rng.standard_normal(shape) for shape in ((5, 4), (3, 4), (5, 3)))
+    return lambda: ops.router_forward(x, w) * dlogits, [
+        (x, ops.router_backward_input(dlogits, w)),
+        (w, added(w, lambda dw: ops.router_backward_weight(dlogits, x, dw))),
+    ]
+
+
+def choice(ops, rng):
+    logits, dprobs = rng.standard_normal((5, 4)), rng.standard_normal((5, 2))
+    ids, probs = ops.choice_forward(logits, 2)
+    return lambda: ops.choice_forward(logits, 2)[1] * dprobs, [
+        (logits, ops.choice_backward_input(dprobs, probs, ids, 4))
+    ]
+
+
+def balance(ops, rng):
+    logits, loads = rng.standard_normal((2, 3, 4)), rng.uniform(0, 3, (2, 4))
+
+    def terms():
+        return 0.3 * loads[:, None] * np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+
+    add = ops.balance_backward_input
+    return terms, [(logits, added(logits, lambda out: add(out, logits, loads, 0.3)))]
+
+
+GRADIENTS = (
+    product, grouped_product, gelu, swiglu, layernorm, rmsnorm, embedding, cross_entropy, rope,
+    attention, attention_block, router, choice, balance,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("gradients", GRADIENTS, ids=lambda one: one.__name__)
+def test_gradients_are_differences(ops, rng, gradients):
+    terms, found = gradients(ops, rng)
+    for number, (x, gradient) in enumerate(found):
+        numeric = numeric_gradient(lambda: float(terms().sum()), x)
+        assert_close(gradient, numeric, DIFFERENCES, f"gradient {number}")
+
+
+def test_every_gradient_is_compared_with_differences(rng):
+    """That of each function whose name says that it belongs to a pass."""
+    called = functions_called(lambda ops: [one(ops, rng)[0]() for one in GRADIENTS])
+    of_a_pass = {name for name in FUNCTIONS if "_forward" in name or "_backward" in name}
+    assert of_a_pass - called == {"top_forward"}  # no loss reads the largest logits
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 4])
@@ -295,31 +409,12 @@ def test_accumulating_another_shape_is_refused(ops):
 # SwiGLU and rotary positions.
 
 
-def test_swiglu_gradient(ops, rng):
+def test_swiglu_is_its_formula(ops, rng):
     h, dy = 2 * rng.standard_normal((3, 5, 2, 7)), rng.standard_normal((3, 5, 7))
-    numeric = numeric_gradient(lambda: float((ops.swiglu_forward(h) * dy).sum()), h)
-    dh, y = ops.swiglu_backward_input(dy, h)
-    assert_close(dh, numeric, DIFFERENCES, "dh")
+    y = ops.swiglu_backward_input(dy, h)[1]
     assert_close(y, ops.swiglu_forward(h), 1e-15, "y")
     gate, up = h[:, :, 0], h[:, :, 1]
     assert_close(y, gate / (1 + np.exp(-gate)) * up, 1e-14, "y")
-
-
-def turned(ops, x, positions, table, function="rope_forward"):
-    """A turned copy of x."""
-    x = x.copy()
-    assert getattr(ops, function)(x, positions, table) is x
-    return x
-
-
-def test_rope_gradient(ops, rng):
-    x, dy = rng.standard_normal((2, 5, 3, 6)), rng.standard_normal((2, 5, 3, 6))
-    positions, table = np.array([7, 0, 3, 4, 1]), rope_table(8, 6, 10.0, ())
-    numeric = numeric_gradient(lambda: float((turned(ops, x, positions, table) * dy).sum()), x)
-    dx = turned(ops, dy, positions, table, "rope_backward_input")
-    assert_close(dx, numeric, DIFFERENCES, "dx")
-    there = turned(ops, x, positions, table)
-    assert_close(turned(ops, there, positions, table, "rope_backward_input"), x, 1e-15, "back")
 
 
 def test_rows_may_have_positions_of_their_own(ops, rng):
