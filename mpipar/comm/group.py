@@ -2,7 +2,7 @@
 
 There is one `Comm` per group; `groups.py` makes them. Each call has a `name=`, under which a reader
 finds the barrier in tables and traces, and appends one record. In a group of one it does nothing,
-so no layer ever asks how many ranks there are. Reductions work in place on the array they are
+so no layer ever asks how many ranks there are. An all-reduce works in place on the array that it is
 given. How bytes travel is up to the transport (`mpipar/comm/groups.py`). Arrays must be
 C-contiguous, because memory is sent as it lies; any other is refused before anything is sent.
 
@@ -73,7 +73,7 @@ class Pending:
             self.request = None
         return self.array
 
-    Test, Wait = test, wait  # a request itself, from which others are made
+    Test, Wait = test, wait  # so that it serves as a Request, too
 
 
 class Comm:

@@ -2,10 +2,10 @@
 
 The pair (column, row) cuts the first product by its output channels and the second by its input
 channels, so the wide activations never travel: there is one all-reduce forward and one backward.
-(gather, gather) cuts both by output channels and gathers after each, as textbooks draw a
-partitioned layer. Where tokens are cut between the products, x and y are (B, T/tp, D) and the
-barriers are those of that pair of cuts. `models.decoder.feed_forward` chooses; the `Comm:` lines
-here are those of (column, row). Letters: B batch, T tokens, D model width, F ffn width.
+(gather, gather) cuts both by output channels and gathers after each, as textbooks draw it; (reduce,
+reduce) cuts both by input channels. Where tokens are cut between the products, x and y are (B,
+T/tp, D) and the barriers those of that pair. `models.decoder.feed_forward` chooses; `Comm:` lines
+are those of (column, row). Letters: B batch, T tokens, D model width, F ffn width.
 """
 
 from __future__ import annotations

@@ -50,11 +50,10 @@ class Param:
     cuts the tensor. std: standard deviation of the initial normal values. fill: a constant to start
     from instead. decay: whether weight decay applies, as it does to matrices and embeddings, but
     not to biases and norms. partial_groups: groups whose ranks each compute a part of the gradient.
-    copies: see `Copies`. multiple: the length of a shard is a multiple of
-    this on each dimension that is cut, padded with zeros. role: numbers, matrices or signs, which
-    determines its update rule, see `config.train.OPTIMIZERS`. axes: of a hidden matrix, what each
-    dimension is: i inputs, o outputs, s one of several matrices that are side by side; "" for all
-    others.
+    copies: see `Copies`. multiple: the length of a shard is a multiple of this on each dimension
+    that is cut, padded with zeros. role: numbers, matrices or signs, which determines its update
+    rule, see `config.train.OPTIMIZERS`. axes: of a hidden matrix, what each dimension is: i inputs,
+    o outputs, s one of several matrices that are side by side; "" for all others.
 
     grad_groups: names of all groups over which the gradient is still partial after the step's last
     backward pass. The last one is the data group, whose ranks read different data. copy_groups: the

@@ -67,9 +67,9 @@ class WholeWeights:
 class Engine:
     """Executes programs over the stages that this rank holds.
 
-    stages: {stage: PipelineStage}. comm: the pipeline group. gradsync: is
-    told when the gradients of a unit, or of a stage, are complete on this rank. weights: is told
-    when a pass enters and leaves a unit, see `train/zero.py`.
+    stages: {stage: PipelineStage}. comm: the pipeline group. gradsync: is told when the gradients
+    of a unit, or of a stage, are complete on this rank. weights: is told when a pass enters and
+    leaves a unit, see `train/zero.py`.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Engine:
         get_batch(mb) returns the rows of a microbatch. With training=False nothing is kept for a
         backward, and everything is recorded as phase "eval". caches: (stage, mb) -> the cache of
         keys and values, during text generation.
-        Comm: the program's sends and receives over pp, and the layers' barriers over tp.
+        Comm: the program's sends and receives over pp, and the layers' barriers.
         """
         self.get_batch, self.training, self.caches = get_batch, training, caches or {}
         self.forward = "F" if training else FORWARD_ONLY

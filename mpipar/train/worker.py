@@ -59,7 +59,7 @@ class StepVotes:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step.
+    """What a rank knows after a step; all but step_seconds is the same on every rank.
 
     loss: mean in nats per token. grad_norm: of the whole gradient. votes: the decision of all
     ranks. loss_scale: of this step's backward pass, None where nothing is scaled. skipped: whether

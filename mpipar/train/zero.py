@@ -10,9 +10,9 @@ A flat buffer is divided into *segments*, and each segment into equal pieces, on
 the group. A rank owns its piece of every segment: it updates these numbers, and no other does.
 
 A pass that reads weights, F, B or I, finds its unit's weights in a buffer. While it computes, the
-next unit of the same pass travels into the other buffer. W reads no weights; that is due to the
-split backward pass. A B gathers once for both of its halves, and a block that is recomputed reruns
-forward while its weights are there.
+next unit of the same pass travels into the other buffer. W reads no weights, because the backward
+pass is split: only its other half, I, does. A B gathers once for both halves, and a block that is
+recomputed reruns forward while its weights are there.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ class Rows:
     def _indices(self, mb: int, together: int):
         """Return the global row numbers of this replica's microbatch mb.
 
-        together: the number of neighbouring replicas that divide a microbatch. The next as many
-        replicas (another island) have the rows after all microbatches of these.
+        together: the number of neighbouring replicas that divide a microbatch, those of an island.
+        The rows of the next island follow all microbatches of this one.
         """
         part, place = divmod(self.dp_rank, together)
         first = ((part * self.num_microbatches + mb) * together + place) * self.num_rows
