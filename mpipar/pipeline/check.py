@@ -1,10 +1,11 @@
 """The proof that a schedule can run: order, complete gradients, matched messages, no deadlock.
 
 The proof relies on three facts about the engine. A compute instruction waits for its own receives
-and for nothing else. Sends and receives never block by themselves. At the end every send is
+and for no other message. Sends and receives never block by themselves. At the end every send is
 matched. A synchronous send is complete once its receive is posted, which a rank does before it
 waits for the data. A schedule can therefore hang only where ranks wait for each other's results in
-a circle.
+a circle. Barriers inside a pass (over tp, cp or the data group) close none: their ranks run the
+same program, and so meet in the same order.
 
 First each program is proved on its own; `at` maps a part (kind, stage, mb) to its position in the
 program. Then all programs run together, each until it waits for a message.

@@ -3,8 +3,8 @@
 The program is a list of instructions, and the engine has one method per kind. Wire instructions,
 which `lowering.lower` adds, never block: RECV posts a receive into a new buffer, and SEND posts a
 send and keeps the array alive until the send is done. A compute instruction waits for its own
-receive and for nothing else. `check.py` proves that this rule is free of deadlock, even if every
-send is synchronous.
+receive and for no other message. `check.py` proves that this rule is free of deadlock, even if
+every send is synchronous.
 
 A stage tells the engine when it enters and leaves one of its units (see `PipelineStage`). At these
 points messages progress, and the sum of a unit's gradients starts as soon as they are complete.

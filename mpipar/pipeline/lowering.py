@@ -21,8 +21,8 @@ def lower(schedule: Schedule, pp_rank: int) -> list[Instr]:
 
     A receive is posted one compute instruction before the one that needs it, so that its data can
     arrive meanwhile. A send directly follows the pass that produces its data. Both are
-    non-blocking: only a compute instruction waits, and only for its own receives. The peers'
-    programs follow from the same rule, so nothing is negotiated at run time.
+    non-blocking: of messages, only a compute instruction waits, and only for its own receives. The
+    peers' programs follow from the same rule, so nothing is negotiated at run time.
     """
     program = schedule.programs[pp_rank]
     ahead = iter([receives(schedule, instr) for instr in program if is_compute(instr)])

@@ -6,8 +6,8 @@ divided into buckets, each within one unit, and a unit's all-reduces start as so
 weight gradient is done, while the units below it and other stages still compute. Others are also
 partial over a further group: a tied table over the two ends of the pipeline (`tie`, see
 `build.groups_of`), norms over tp where its ranks hold different tokens (`Param.partial_groups`).
-They are summed after everything else, over that group last, because an earlier sum would make one
-member wait for the other's backward pass.
+They are summed after everything else, over that group last, because an earlier sum of a tie would
+make one end wait for the other's backward pass.
 
 Where gradients are sharded over the data group, `train/zero.py` sums them.
 """
