@@ -14,5 +14,6 @@ import drawn
 from tests.helpers.lives import kept
 
 if __name__ == "__main__":
+    assert sys.argv[1:] in ([], ["--all"]), __doc__
     drawn.find(anew=sys.argv[1:] == ["--all"])
     kept.find()
